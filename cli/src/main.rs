@@ -1,1 +1,56 @@
-fn main() {}
+//! The `infernix` command. This file maps outcomes to exit codes; everything else is in the commands.
+
+mod args;
+mod commands;
+mod output;
+mod progress;
+
+use clap::Parser;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Set by Ctrl-C. Long work checks it between steps and stops in a state that can be resumed.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// How a command ended when it did not fail.
+enum Outcome {
+    /// Everything asked for was done and is in order.
+    Done,
+    /// The command did its work and found a mismatch.
+    Mismatch,
+}
+
+fn main() -> ExitCode {
+    let cli = args::Cli::parse();
+    // A second Ctrl-C ends the process at once: the state on disk is always resumable.
+    let handler = ctrlc::set_handler(|| {
+        if INTERRUPTED.swap(true, Ordering::SeqCst) {
+            std::process::exit(130);
+        }
+    });
+    if let Err(error) = handler {
+        output::warn(&format!("Ctrl-C cannot be caught here: {error}"));
+    }
+    match commands::run(cli) {
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        Ok(Outcome::Mismatch) => ExitCode::from(1),
+        // A reader that closes early, like `head`, is no failure of ours.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            let interrupted = INTERRUPTED.load(Ordering::SeqCst);
+            output::error(&format!("{error:#}"));
+            match error.downcast_ref::<output::Usage>() {
+                _ if interrupted => ExitCode::from(130),
+                Some(_) => ExitCode::from(2),
+                None => ExitCode::from(1),
+            }
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
+        .any(|io| io.kind() == std::io::ErrorKind::BrokenPipe)
+}

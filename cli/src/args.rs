@@ -1,0 +1,392 @@
+//! The command line as typed: flags and their help, no checks beyond syntax. Turning it into finished objects is the
+//! commands' work.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+
+/// Convert, verify, measure and serve Qwen hybrid models on one GPU or a CPU.
+#[derive(Debug, Parser)]
+#[command(name = "infernix", version, max_term_width = 100, propagate_version = true)]
+#[command(after_help = "Exit codes: 0 done, 1 failed or mismatch found, 2 wrong usage, 130 interrupted.")]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+
+    /// How progress is shown on stderr
+    #[arg(long, global = true, value_enum, default_value_t = ProgressMode::Auto)]
+    pub(crate) progress: ProgressMode,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ProgressMode {
+    /// A bar on a terminal, nothing elsewhere
+    Auto,
+    /// One line of text now and then
+    Plain,
+    /// One JSON object a line
+    Json,
+    /// Nothing
+    None,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Turn a published checkpoint into an artifact and an n-gram volume
+    Convert(ConvertArgs),
+    /// Prove that an artifact holds what its checkpoint holds
+    Verify(VerifyArgs),
+    /// Show what is in an artifact, a part, a volume or a checkpoint folder
+    Inspect(InspectArgs),
+    /// Rewrite damaged objects of an artifact from its checkpoint
+    Repair(RepairArgs),
+    /// Rename an artifact and all its parts
+    Rename(RenameArgs),
+    /// Remove the state of an interrupted conversion
+    Clean(CleanArgs),
+    /// Write a model card from an artifact and its reports
+    Card(CardArgs),
+    /// Answer a prompt
+    Run(RunArgs),
+    /// Write a model's logits over given token ids, for comparing engines
+    Logits(LogitsArgs),
+    /// Convert and verify the bundled model, then let it answer a prompt
+    Demo(DemoArgs),
+    /// Report what this machine can run
+    Doctor(DoctorArgs),
+    /// Print generated documentation
+    #[command(hide = true)]
+    Gen(GenArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    /// Folder of the checkpoint; without it the Hugging Face cache is searched for the recipe's repositories
+    pub(crate) checkpoint: Option<PathBuf>,
+    /// Recipe by name or as a TOML file; `auto` keeps every tensor as stored
+    #[arg(long, short, value_name = "NAME|FILE")]
+    pub(crate) recipe: String,
+    /// Artifact to write; a further part gets a sibling name
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+    /// Take a role's tensors from another checkpoint (roles: base, quantized, table, mtp, vision, resources)
+    #[arg(long = "source", value_name = "ROLE=PATH")]
+    pub(crate) sources: Vec<String>,
+    /// Revision to look for in the Hugging Face cache
+    #[arg(long)]
+    pub(crate) revision: Option<String>,
+    /// Components to convert [default: all that the checkpoint has]
+    #[arg(long, value_delimiter = ',', value_name = "text,vision,mtp")]
+    pub(crate) components: Vec<String>,
+    /// Add a proposal head: the output rows of the most frequent tokens, for drafting
+    #[arg(long)]
+    pub(crate) proposal: bool,
+    /// Rows of the proposal head [default: min(131072, half of the addressable vocabulary)]
+    #[arg(long, value_name = "N", requires = "proposal")]
+    pub(crate) proposal_rows: Option<u64>,
+    /// Token ranking: little-endian int64 counts, one row of the vocabulary or more (the first holds the totals)
+    #[arg(long, value_name = "FILE", requires = "proposal")]
+    pub(crate) ranking: Option<PathBuf>,
+    /// Rank tokens by their frequency in this text
+    #[arg(long, value_name = "FILE", requires = "proposal", conflicts_with = "ranking")]
+    pub(crate) ranking_text: Option<PathBuf>,
+    /// Where to write the n-gram volume [default: the artifact's name with .ngram]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) ngram_out: Option<PathBuf>,
+    /// Use an existing n-gram volume with the same rows instead of writing one
+    #[arg(long, value_name = "FILE", conflicts_with = "ngram_out")]
+    pub(crate) ngram_reuse: Option<PathBuf>,
+    /// Name stored in the artifact
+    #[arg(long)]
+    pub(crate) name: Option<String>,
+    /// Largest size of one file
+    #[arg(long, value_name = "BYTES", default_value_t = 32_000_000_000)]
+    pub(crate) max_file_bytes: u64,
+    #[command(flatten)]
+    pub(crate) threads: ThreadArgs,
+    /// Print the plan without reading weights or writing anything
+    #[arg(long, short = 'n')]
+    pub(crate) dry_run: bool,
+    /// Continue an interrupted conversion
+    #[arg(long)]
+    pub(crate) resume: bool,
+    /// Verify the result against the checkpoint afterwards
+    #[arg(long)]
+    pub(crate) verify: bool,
+    /// Where two shards hold the same tensor, take the one the index names
+    #[arg(long)]
+    pub(crate) trust_index: bool,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct VerifyArgs {
+    /// Artifact to verify
+    pub(crate) artifact: PathBuf,
+    /// Checkpoint to compare every word with; without it structure and digests are checked
+    #[arg(long, value_name = "DIR")]
+    pub(crate) checkpoint: Option<PathBuf>,
+    /// Take a role's tensors from another checkpoint
+    #[arg(long = "source", value_name = "ROLE=PATH", requires = "checkpoint")]
+    pub(crate) sources: Vec<String>,
+    /// The n-gram volume, if it is not beside the artifact
+    #[arg(long, value_name = "FILE")]
+    pub(crate) ngram: Option<PathBuf>,
+    /// How many n-gram rows to compare
+    #[arg(long, value_name = "all|N", default_value = "all")]
+    pub(crate) ngram_rows: String,
+    /// Do not look at the n-gram volume
+    #[arg(long)]
+    pub(crate) skip_ngram: bool,
+    /// Where two shards hold the same tensor, take the one the index names
+    #[arg(long)]
+    pub(crate) trust_index: bool,
+    #[command(flatten)]
+    pub(crate) threads: ThreadArgs,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// Artifact, part, n-gram volume or checkpoint folder
+    pub(crate) path: PathBuf,
+    /// List every object
+    #[arg(long)]
+    pub(crate) objects: bool,
+    /// List every binding
+    #[arg(long)]
+    pub(crate) bindings: bool,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RepairArgs {
+    /// Artifact to repair
+    pub(crate) artifact: PathBuf,
+    /// Checkpoint it was converted from
+    #[arg(long, value_name = "DIR")]
+    pub(crate) checkpoint: PathBuf,
+    /// Take a role's tensors from another checkpoint
+    #[arg(long = "source", value_name = "ROLE=PATH")]
+    pub(crate) sources: Vec<String>,
+    /// The n-gram volume, if it is not beside the artifact
+    #[arg(long, value_name = "FILE")]
+    pub(crate) ngram: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) threads: ThreadArgs,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RenameArgs {
+    /// Artifact to rename (its first file)
+    pub(crate) artifact: PathBuf,
+    /// New name without folder; with --numbered the stem before -00001-of-0000N
+    pub(crate) name: String,
+    /// Use the numbered form NAME-00001-of-0000N.infernix
+    #[arg(long)]
+    pub(crate) numbered: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CleanArgs {
+    /// Artifact whose conversion was interrupted
+    pub(crate) artifact: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CardArgs {
+    /// Artifact the card is about
+    pub(crate) artifact: PathBuf,
+    /// Report of `verify --json`
+    #[arg(long, value_name = "FILE")]
+    pub(crate) verify_report: Option<PathBuf>,
+    /// Measurement files in JSON to include
+    #[arg(long = "measurements", value_name = "FILE")]
+    pub(crate) measurements: Vec<PathBuf>,
+    /// Where to write the card [default: standard output]
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ModelArgs {
+    /// Artifact or checkpoint folder [default: $INFERNIX_MODEL, the only artifact here, or the bundled demo]
+    pub(crate) model: Option<PathBuf>,
+    /// The n-gram volume, if it is not beside the artifact
+    #[arg(long, value_name = "FILE", alias = "ngram-volume")]
+    pub(crate) ngram: Option<PathBuf>,
+    /// Arithmetic that runs the model
+    #[arg(long, alias = "device", value_name = "auto|cpu|lossless", default_value = "auto")]
+    pub(crate) backend: String,
+    /// Same as --backend lossless
+    #[arg(long, conflicts_with = "backend")]
+    pub(crate) lossless: bool,
+    #[command(flatten)]
+    pub(crate) activations: ActivationArgs,
+    #[command(flatten)]
+    pub(crate) threads: ThreadArgs,
+    /// Convert without asking when the model is a checkpoint folder
+    #[arg(long, short)]
+    pub(crate) yes: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(multiple = false)]
+pub(crate) struct ActivationArgs {
+    /// Keep every activation at 16 bits
+    #[arg(long)]
+    pub(crate) a16_activations: bool,
+    /// Quantize activations to 8 bits where the model's format allows
+    #[arg(long)]
+    pub(crate) a8_activations: bool,
+    /// Quantize activations of NVFP4 matrices to 4 bits
+    #[arg(long, alias = "expert-a4-activations")]
+    pub(crate) a4_activations: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Prompt text [default: standard input, or a conversation on a terminal]
+    #[arg(long, short, value_name = "TEXT")]
+    pub(crate) prompt: Option<String>,
+    /// Conversation as a JSON list of messages, or an object with messages and tools
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "raw", "system"])]
+    pub(crate) messages: Option<PathBuf>,
+    /// System message
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) system: Option<String>,
+    /// Answer without a reasoning part
+    #[arg(long)]
+    pub(crate) no_thinking: bool,
+    /// Continue the text as it is, without the chat template
+    #[arg(long)]
+    pub(crate) raw: bool,
+    /// Longest answer in tokens
+    #[arg(long, short = 'm', alias = "max-new", value_name = "N", default_value_t = 1024)]
+    pub(crate) max_tokens: usize,
+    /// Stop before this text (repeatable)
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) stop: Vec<String>,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+    /// Print token ids instead of text
+    #[arg(long)]
+    pub(crate) print_token_ids: bool,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SamplingArgs {
+    /// Seed of the sampler [default: a fresh one, printed]
+    #[arg(long)]
+    pub(crate) seed: Option<u64>,
+    /// Always take the most likely token
+    #[arg(long, conflicts_with = "temperature")]
+    pub(crate) greedy: bool,
+    /// Softmax temperature; 0 is greedy [default: the model's]
+    #[arg(long, value_name = "T")]
+    pub(crate) temperature: Option<f32>,
+    /// Nucleus mass [default: the model's]
+    #[arg(long, value_name = "P")]
+    pub(crate) top_p: Option<f32>,
+    /// Most likely tokens kept; 0 keeps all [default: the model's]
+    #[arg(long, value_name = "K")]
+    pub(crate) top_k: Option<u32>,
+    /// Least probability relative to the most likely token
+    #[arg(long, value_name = "P")]
+    pub(crate) min_p: Option<f32>,
+    /// Subtracted once from the logit of every token already in the answer
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub(crate) presence_penalty: Option<f32>,
+    /// Subtracted for each occurrence of a token in the answer
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub(crate) frequency_penalty: Option<f32>,
+    /// Divides positive and multiplies negative logits of tokens seen in prompt or answer
+    #[arg(long, value_name = "X")]
+    pub(crate) repetition_penalty: Option<f32>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct LogitsArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// JSON list of token ids
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tokens: PathBuf,
+    /// Safetensors file to write: `logits` [positions, vocabulary] F32, `positions` and `input_ids` I32
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) output: PathBuf,
+    /// Positions to write [default: all]
+    #[arg(long, value_name = "A..B")]
+    pub(crate) positions: Option<String>,
+    /// Precision of the values between operations (fp32 needs --backend lossless)
+    #[arg(long, value_enum, default_value_t = Boundaries::Bf16)]
+    pub(crate) boundaries: Boundaries,
+    /// Tokens per forward call; the result does not depend on it
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub(crate) prefill_chunk: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Boundaries {
+    /// As every engine computes
+    Bf16,
+    /// For comparison with FP32 references
+    Fp32,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    /// Checkpoint folder to use instead of the bundled one
+    pub(crate) checkpoint: Option<PathBuf>,
+    /// Keep the converted files in this folder [default: a temporary folder, removed afterwards]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) keep: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Folder whose disk is measured
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub(crate) dir: PathBuf,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GenArgs {
+    /// What to print
+    #[arg(value_enum)]
+    pub(crate) what: Generated,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Generated {
+    /// docs/cli.md
+    Cli,
+    /// docs/recipe-list.md
+    Recipes,
+}
+
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct ThreadArgs {
+    /// Worker threads [default: the cores this process may use]
+    #[arg(long, short = 'j', value_name = "N")]
+    pub(crate) threads: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct JsonArgs {
+    /// Print one JSON document instead of text
+    #[arg(long)]
+    pub(crate) json: bool,
+}

@@ -1,0 +1,159 @@
+//! Where text goes: results to stdout, everything else to stderr; and the few shapes that results have.
+
+use std::fmt::{self, Write as _};
+use std::io::{self, IsTerminal, Write as _};
+
+/// Wrong usage that clap cannot see, such as two flags whose values contradict each other. Ends with exit code 2.
+#[derive(Debug)]
+pub(crate) struct Usage(pub(crate) String);
+
+impl fmt::Display for Usage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
+    Usage(message.into()).into()
+}
+
+/// Writes text to stdout as it is.
+pub(crate) fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
+/// Writes one JSON document to stdout.
+pub(crate) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
+    Ok(print(&format!("{}\n", serde_json::to_string_pretty(value)?))?)
+}
+
+/// Writes a line to stderr. A closed stderr is no reason to stop.
+pub(crate) fn note(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+pub(crate) fn warn(text: &str) {
+    note(&format!("{} {text}", styled("warning:", "33")));
+}
+
+pub(crate) fn error(text: &str) {
+    note(&format!("{} {text}", styled("error:", "31")));
+}
+
+/// ANSI style for stderr, if it is a terminal and `NO_COLOR` is unset. Colour never carries meaning alone.
+pub(crate) fn styled(text: &str, code: &str) -> String {
+    if io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none() {
+        format!("\x1b[{code}m{text}\x1b[0m")
+    } else {
+        text.to_owned()
+    }
+}
+
+/// Columns of text, the first left-aligned and the others right-aligned unless marked.
+pub(crate) struct Table {
+    head: Vec<&'static str>,
+    left: Vec<bool>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A head cell that starts with `<` is left-aligned.
+    pub(crate) fn new(head: &[&'static str]) -> Self {
+        let left = head.iter().enumerate().map(|(i, h)| i == 0 || h.starts_with('<')).collect();
+        let head = head.iter().map(|h| h.trim_start_matches('<')).collect();
+        Self { head, left, rows: Vec::new() }
+    }
+
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = |s: &str| s.chars().count();
+        let widths: Vec<usize> = (0..self.head.len())
+            .map(|c| {
+                let cells = self.rows.iter().filter_map(|r| r.get(c)).map(|s| width(s));
+                cells.chain([width(self.head[c])]).max().unwrap_or(0)
+            })
+            .collect();
+        let line = |cells: &[String]| {
+            let mut text = String::new();
+            for (c, cell) in cells.iter().enumerate() {
+                let pad = " ".repeat(widths[c].saturating_sub(width(cell)));
+                let separator = if c == 0 { "" } else { "  " };
+                let _ = if self.left[c] {
+                    write!(text, "{separator}{cell}{pad}")
+                } else {
+                    write!(text, "{separator}{pad}{cell}")
+                };
+            }
+            text.trim_end().to_owned()
+        };
+        let head: Vec<String> = self.head.iter().map(|&h| h.to_owned()).collect();
+        if head.iter().any(|h| !h.is_empty()) {
+            writeln!(f, "{}", line(&head))?;
+        }
+        for row in &self.rows {
+            writeln!(f, "{}", line(row))?;
+        }
+        Ok(())
+    }
+}
+
+/// An integer with thousands separators.
+pub(crate) fn grouped(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i) % 3 == 0 {
+            out.push(',');
+        }
+        out.push(c);
+    }
+    out
+}
+
+/// A byte count in the largest binary unit that keeps it above one.
+pub(crate) fn bytes(n: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = n as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{n} B") } else { format!("{value:.2} {}", UNITS[unit]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_group_by_three() {
+        assert_eq!(grouped(0), "0");
+        assert_eq!(grouped(999), "999");
+        assert_eq!(grouped(24_576), "24,576");
+        assert_eq!(grouped(320_001_536), "320,001,536");
+    }
+
+    #[test]
+    fn bytes_keep_two_digits() {
+        assert_eq!(bytes(4096), "4.00 KiB");
+        assert_eq!(bytes(67_948_019_712), "63.28 GiB");
+    }
+
+    #[test]
+    fn tables_align_by_column() {
+        let mut t = Table::new(&["class", "count", "<format"]);
+        t.row(["a".into(), "1".into(), "bf16".into()]);
+        t.row(["long".into(), "1,000".into(), "q8".into()]);
+        assert_eq!(t.to_string(), "class  count  format\na          1  bf16\nlong   1,000  q8\n");
+    }
+}
