@@ -1,1 +1,11 @@
-//! To be written.
+//! Text in and out of the models: tokenizer, chat template, generation defaults, and the parsers that
+//! split a model's output into reasoning, content and tool calls.
+//!
+//! Nothing here knows of HTTP or of the engine. Resources come in as bytes, so that a checkpoint
+//! folder and an artifact serve alike.
+
+mod error;
+mod tokenizer;
+
+pub use error::{Result, TextError};
+pub use tokenizer::{AddedToken, AddedTokens, Detokenizer, EncodeOptions, NamedTokens, TokenKind, Tokenizer};
