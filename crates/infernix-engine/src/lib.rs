@@ -1,1 +1,8 @@
-//! To be written.
+//! The inference engine: model graphs over a [`backend::Backend`], sequence state, and what feeds them.
+
+pub mod backend;
+pub mod error;
+pub mod ngram;
+pub mod state;
+
+pub use error::EngineError;

@@ -1,0 +1,1 @@
+//! The oracle: every operation correctly rounded.

@@ -1,0 +1,419 @@
+//! State storage of host backends, and the transaction logic over it.
+//!
+//! Prefill rounds write committed state; decode rounds write records. Nothing here rounds: kernels of the backend
+//! compute values and hand them in.
+
+use super::codec::{KvCodec, KvFormat};
+use super::slot::{ConvSlot, GdnRecord, GdnSlot, IndexSlot, Slot, SlotSnapshot};
+use super::{PAGE_TOKENS, StateLayout};
+use crate::backend::{CallKind, Outcome, Part, RowKey, SlotId, StateId, StepMeta};
+use crate::error::EngineError;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Which convolution's columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConvKind {
+    /// Gated delta rule input, before the convolution.
+    Gdn,
+    /// Normalised gated n-gram value.
+    Ple,
+}
+
+/// One lane's recurrent matrix in this round.
+pub struct GdnLane<'a> {
+    /// Rows of the call.
+    pub rows: Range<usize>,
+    /// S `[value_heads, dk, dv]`, to be advanced in place over those rows.
+    pub s: &'a mut [f32],
+}
+
+/// Pages, slots, and the round in progress.
+pub struct HostState {
+    layout: StateLayout,
+    codec: Box<dyn KvCodec>,
+    /// By attention layer: `[page][kv head][K rows, V rows]`.
+    kv: Vec<Vec<u8>>,
+    slots: Vec<Slot>,
+    meta: StepMeta,
+    lane_rows: Vec<Range<usize>>,
+    failed: Vec<(usize, String)>,
+}
+
+impl HostState {
+    /// Allocates all pages and slots; `fp32` overrides the KV format with FP32.
+    pub fn new(layout: &StateLayout, fp32: bool) -> Self {
+        let codec = if fp32 { KvFormat::F32 } else { layout.kv }.codec();
+        let kv = layout
+            .attention
+            .iter()
+            .map(|a| vec![0u8; layout.pages * PAGE_TOKENS * a.kv_heads * 2 * codec.row_bytes(a.head_dim)])
+            .collect();
+        let mut state = HostState {
+            layout: layout.clone(),
+            codec,
+            kv,
+            slots: Vec::new(),
+            meta: StepMeta { kind: CallKind::Prefill, part: Part::Target, lanes: Vec::new() },
+            lane_rows: Vec::new(),
+            failed: Vec::new(),
+        };
+        state.slots = (0..layout.slots).map(|_| state.fresh_slot()).collect();
+        state
+    }
+
+    fn fresh_slot(&self) -> Slot {
+        let conv = |width: usize, columns: usize| ConvSlot {
+            columns: vec![0.0; width * columns],
+            record: Vec::new(),
+        };
+        Slot {
+            gdn: self
+                .layout
+                .gdn
+                .iter()
+                .map(|d| GdnSlot {
+                    s: Arc::new(vec![0.0; d.value_heads * d.key_dim * d.value_dim]),
+                    ..GdnSlot::default()
+                })
+                .collect(),
+            gdn_conv: self.layout.gdn.iter().map(|d| conv(d.channels(), d.conv_kernel - 1)).collect(),
+            ple_conv: self.layout.ple.iter().map(|p| conv(p.width, p.columns)).collect(),
+            index: self.layout.attention.iter().map(|a| a.index.map(|_| IndexSlot::default())).collect(),
+        }
+    }
+
+    /// The layout it was made for.
+    pub fn layout(&self) -> &StateLayout {
+        &self.layout
+    }
+
+    /// The KV codec.
+    pub fn codec(&self) -> &dyn KvCodec {
+        &*self.codec
+    }
+
+    /// The round in progress.
+    pub fn meta(&self) -> &StepMeta {
+        &self.meta
+    }
+
+    /// Rows of a lane in the call.
+    pub fn lane_rows(&self, lane: usize) -> Range<usize> {
+        self.lane_rows[lane].clone()
+    }
+
+    // ---- rounds --------------------------------------------------------------------------------------------
+
+    /// Checks and installs a round.
+    pub fn begin(&mut self, meta: StepMeta) -> Result<(), EngineError> {
+        meta.validate(self.layout.slots, self.layout.pages)?;
+        let mut next = 0;
+        self.lane_rows = meta
+            .lanes
+            .iter()
+            .map(|l| {
+                let r = next..next + l.ids.len();
+                next = r.end;
+                r
+            })
+            .collect();
+        self.meta = meta;
+        self.failed.clear();
+        Ok(())
+    }
+
+    /// Latches the failure of a lane; the first cause wins.
+    pub fn fail(&mut self, lane: usize, cause: String) {
+        if self.failed.iter().all(|(l, _)| *l != lane) {
+            self.failed.push((lane, cause));
+        }
+    }
+
+    /// Ends the round.
+    pub fn end(&mut self) -> Outcome {
+        Outcome { failed_lanes: std::mem::take(&mut self.failed) }
+    }
+
+    /// Folds `n` recorded columns of a part and drops the rest. `replay` advances S over the first n columns of a record;
+    /// it is called only when some but not all columns are kept.
+    pub fn commit(
+        &mut self,
+        slot: SlotId,
+        part: Part,
+        n: usize,
+        mut replay: impl FnMut(StateId, &mut [f32], &GdnRecord, usize),
+    ) -> Result<(), EngineError> {
+        let layout = &self.layout;
+        let slot = self.slots.get_mut(slot).ok_or(EngineError::OutOfSlots { slots: layout.slots })?;
+        let too_many = |have: usize| EngineError::Round(format!("commit of {n} columns, {have} recorded"));
+        if part == Part::Target {
+            for (id, g) in slot.gdn.iter_mut().enumerate() {
+                let have = g.record.keys.len();
+                if n > have {
+                    return Err(too_many(have));
+                }
+                if n == have && n > 0 {
+                    g.s = Arc::new(std::mem::take(&mut g.record.after));
+                } else if n > 0 {
+                    replay(id, Arc::make_mut(&mut g.s).as_mut_slice(), &g.record, n);
+                }
+                g.len += n;
+                g.record = GdnRecord::default();
+            }
+            for (c, width) in slot
+                .gdn_conv
+                .iter_mut()
+                .zip(layout.gdn.iter().map(|d| d.channels()))
+                .chain(slot.ple_conv.iter_mut().zip(layout.ple.iter().map(|p| p.width)))
+            {
+                if n * width > c.record.len() {
+                    return Err(too_many(c.record.len() / width.max(1)));
+                }
+                let recorded = std::mem::take(&mut c.record);
+                shift(&mut c.columns, &recorded[..n * width]);
+            }
+        }
+        for (x, a) in slot.index.iter_mut().zip(&layout.attention) {
+            let (Some(x), Some(dims)) = (x, a.index) else { continue };
+            if a.part != part {
+                continue;
+            }
+            if n > x.record_positions.len() {
+                return Err(too_many(x.record_positions.len()));
+            }
+            x.raw.extend_from_slice(&x.record_raw[..n * dims.dim]);
+            x.positions.extend_from_slice(&x.record_positions[..n]);
+            let done = x.positions.len() / dims.ratio;
+            Arc::make_mut(&mut x.pooled).extend_from_slice(&x.record_pooled[..done * dims.dim]);
+            x.raw.drain(..done * dims.ratio * dims.dim);
+            x.positions.drain(..done * dims.ratio);
+            x.record_pooled.clear();
+            x.record_raw.clear();
+            x.record_positions.clear();
+        }
+        Ok(())
+    }
+
+    /// Makes a slot fresh.
+    pub fn reset(&mut self, slot: SlotId) {
+        self.slots[slot] = self.fresh_slot();
+    }
+
+    /// Committed state of a slot.
+    pub fn snapshot(&self, slot: SlotId) -> Result<SlotSnapshot, EngineError> {
+        let s = self.slots.get(slot).ok_or(EngineError::OutOfSlots { slots: self.layout.slots })?;
+        let mut s = s.clone();
+        s.drop_record();
+        Ok(SlotSnapshot(Arc::new(s)))
+    }
+
+    /// Overwrites a slot.
+    pub fn restore(&mut self, slot: SlotId, snapshot: &SlotSnapshot) -> Result<(), EngineError> {
+        let s = self.slots.get_mut(slot).ok_or(EngineError::OutOfSlots { slots: self.layout.slots })?;
+        *s = (*snapshot.0).clone();
+        Ok(())
+    }
+
+    // ---- KV ------------------------------------------------------------------------------------------------
+
+    fn head_bytes(&self, id: StateId) -> usize {
+        2 * PAGE_TOKENS * self.codec.row_bytes(self.layout.attention[id].head_dim)
+    }
+
+    /// Stored K rows and V rows of one page and KV head, [`PAGE_TOKENS`] rows each.
+    pub fn kv_tile(&self, id: StateId, page: u32, head: usize) -> (&[u8], &[u8]) {
+        let bytes = self.head_bytes(id);
+        let at = (page as usize * self.layout.attention[id].kv_heads + head) * bytes;
+        self.kv[id][at..at + bytes].split_at(bytes / 2)
+    }
+
+    /// Encodes the call's keys and values `[T, kv_heads * d]` into their pages.
+    pub fn kv_append(&mut self, id: StateId, k: &[f32], v: &[f32]) {
+        let (heads, d) = (self.layout.attention[id].kv_heads, self.layout.attention[id].head_dim);
+        let (row, tile) = (self.codec.row_bytes(d), self.head_bytes(id));
+        for (t, (l, c)) in self.meta.each_row().enumerate() {
+            let lane = &self.meta.lanes[l];
+            let index = lane.start + c;
+            let page = lane.pages[index / PAGE_TOKENS] as usize;
+            for h in 0..heads {
+                let at = (page * heads + h) * tile + index % PAGE_TOKENS * row;
+                let x = (t * heads + h) * d..(t * heads + h + 1) * d;
+                self.codec.encode_k(&k[x.clone()], &mut self.kv[id][at..at + row]);
+                let at = at + tile / 2;
+                self.codec.encode_v(&v[x], &mut self.kv[id][at..at + row]);
+            }
+        }
+    }
+
+    /// Copies a page in every layer.
+    pub fn copy_page(&mut self, from: u32, to: u32) {
+        for id in 0..self.kv.len() {
+            let bytes = self.head_bytes(id) * self.layout.attention[id].kv_heads;
+            let at = from as usize * bytes;
+            self.kv[id].copy_within(at..at + bytes, to as usize * bytes);
+        }
+    }
+
+    // ---- convolutions --------------------------------------------------------------------------------------
+
+    /// Takes one lane's new columns `x [n, width]` and gives `[history + n, width]`: the kept columns before them, then
+    /// them. In a prefill round the kept columns advance; in a decode round x is recorded.
+    pub fn conv_window(&mut self, kind: ConvKind, id: StateId, lane: usize, x: &[f32]) -> Vec<f32> {
+        let decode = self.meta.kind == CallKind::Decode;
+        let slot = &mut self.slots[self.meta.lanes[lane].slot];
+        let c = match kind {
+            ConvKind::Gdn => &mut slot.gdn_conv[id],
+            ConvKind::Ple => &mut slot.ple_conv[id],
+        };
+        let kept = c.columns.len();
+        let mut window = Vec::with_capacity(kept + c.record.len() + x.len());
+        window.extend_from_slice(&c.columns);
+        window.extend_from_slice(&c.record);
+        let skip = window.len() - kept;
+        window.extend_from_slice(x);
+        if decode {
+            c.record.extend_from_slice(x);
+        } else {
+            c.record.clear();
+            shift(&mut c.columns, x);
+        }
+        window.drain(..skip);
+        window
+    }
+
+    // ---- gated delta rule ----------------------------------------------------------------------------------
+
+    /// In a decode round, records the call's inputs: `u [T, C]`, `g, beta [T, value_heads]`. Call before [`Self::gdn_lanes`].
+    pub fn gdn_record(&mut self, id: StateId, keys: &[RowKey], u: &[f32], g: &[f32], beta: &[f32]) {
+        if self.meta.kind == CallKind::Prefill {
+            return;
+        }
+        let dims = self.layout.gdn[id];
+        let (c, nv) = (dims.channels(), dims.value_heads);
+        for (lane, r) in self.meta.lanes.iter().zip(&self.lane_rows) {
+            let state = &mut self.slots[lane.slot].gdn[id];
+            if state.record.keys.is_empty() {
+                state.record.after = state.s.to_vec();
+            }
+            state.record.keys.extend_from_slice(&keys[r.clone()]);
+            state.record.u.extend_from_slice(&u[r.start * c..r.end * c]);
+            state.record.g.extend_from_slice(&g[r.start * nv..r.end * nv]);
+            state.record.beta.extend_from_slice(&beta[r.start * nv..r.end * nv]);
+        }
+    }
+
+    /// The matrix each lane's recurrence advances: committed state in prefill, the record's in decode.
+    pub fn gdn_lanes(&mut self, id: StateId) -> Vec<GdnLane<'_>> {
+        let decode = self.meta.kind == CallKind::Decode;
+        let mut order: Vec<Option<GdnLane<'_>>> = (0..self.meta.lanes.len()).map(|_| None).collect();
+        for (slot, state) in self.slots.iter_mut().enumerate() {
+            let Some(lane) = self.meta.lanes.iter().position(|l| l.slot == slot) else { continue };
+            let rows = self.lane_rows[lane].clone();
+            let g = &mut state.gdn[id];
+            let s = if decode {
+                &mut g.record.after[..]
+            } else {
+                g.record = GdnRecord::default();
+                g.len += rows.len();
+                &mut Arc::make_mut(&mut g.s)[..]
+            };
+            order[lane] = Some(GdnLane { rows, s });
+        }
+        order.into_iter().flatten().collect()
+    }
+
+    /// Committed S of a slot, `[value_heads, dk, dv]`.
+    pub fn gdn_state(&self, id: StateId, slot: SlotId) -> &[f32] {
+        &self.slots[slot].gdn[id].s
+    }
+
+    // ---- sparse-attention index ----------------------------------------------------------------------------
+
+    /// Appends one lane's raw index keys `[n, di]`. For each block that becomes complete, `pool(raw rows of the block
+    /// [r, di], position triple and sequence index of its first token)` gives the pooled key.
+    pub fn index_append(
+        &mut self,
+        id: StateId,
+        lane: usize,
+        raw: &[f32],
+        mut pool: impl FnMut(&[f32], [u32; 3], usize) -> Vec<f32>,
+    ) -> Result<(), EngineError> {
+        let dims =
+            self.layout.attention[id].index.ok_or_else(|| EngineError::Round("layer has no index".into()))?;
+        let (r, di) = (dims.ratio, dims.dim);
+        let decode = self.meta.kind == CallKind::Decode;
+        let lane = &self.meta.lanes[lane];
+        let x = self.slots[lane.slot].index[id]
+            .as_mut()
+            .ok_or_else(|| EngineError::Round("slot has no index".into()))?;
+        if !decode {
+            x.record_raw.clear();
+            x.record_positions.clear();
+            x.record_pooled.clear();
+        }
+        let have = x.pooled.len() / di * r + x.positions.len() + x.record_positions.len();
+        if have != lane.start {
+            return Err(EngineError::Round(format!(
+                "index holds {have} tokens, the call starts at {}",
+                lane.start
+            )));
+        }
+        for (c, key) in raw.chunks_exact(di).enumerate() {
+            let position = lane.positions[c];
+            if !decode {
+                x.raw.extend_from_slice(key);
+                x.positions.push(position);
+                if x.positions.len() == r {
+                    let pooled = pool(&x.raw, x.positions[0], lane.start + c + 1 - r);
+                    Arc::make_mut(&mut x.pooled).extend(pooled);
+                    x.raw.clear();
+                    x.positions.clear();
+                }
+                continue;
+            }
+            x.record_raw.extend_from_slice(key);
+            x.record_positions.push(position);
+            let open = x.positions.len() + x.record_positions.len() - x.record_pooled.len() / di * r;
+            if open == r {
+                let begin = x.record_pooled.len() / di * r;
+                let all: Vec<f32> = x.raw.iter().chain(&x.record_raw).copied().collect();
+                let first = *x.positions.iter().chain(&x.record_positions).nth(begin).unwrap_or(&position);
+                let pooled = pool(&all[begin * di..(begin + r) * di], first, lane.start + c + 1 - r);
+                x.record_pooled.extend(pooled);
+            }
+        }
+        Ok(())
+    }
+
+    /// Pooled keys of a lane, committed then recorded, each `[blocks, di]`.
+    pub fn index_pooled(&self, id: StateId, lane: usize) -> (&[f32], &[f32]) {
+        match &self.slots[self.meta.lanes[lane].slot].index[id] {
+            Some(x) => (&x.pooled, &x.record_pooled),
+            None => (&[], &[]),
+        }
+    }
+}
+
+impl Slot {
+    fn drop_record(&mut self) {
+        self.gdn.iter_mut().for_each(|g| g.record = GdnRecord::default());
+        self.gdn_conv.iter_mut().chain(&mut self.ple_conv).for_each(|c| c.record.clear());
+        for x in self.index.iter_mut().flatten() {
+            x.record_raw.clear();
+            x.record_positions.clear();
+            x.record_pooled.clear();
+        }
+    }
+}
+
+/// Appends `new` to `columns`, keeping its length: the oldest fall off.
+fn shift(columns: &mut [f32], new: &[f32]) {
+    let n = columns.len();
+    if new.len() >= n {
+        columns.copy_from_slice(&new[new.len() - n..]);
+    } else {
+        columns.copy_within(new.len().., 0);
+        columns[n - new.len()..].copy_from_slice(new);
+    }
+}

@@ -1,0 +1,64 @@
+//! Recurrent state of one sequence, and the record of its uncommitted columns.
+
+use crate::backend::RowKey;
+use std::sync::Arc;
+
+/// Recorded columns of a gated delta rule layer: what `commit` needs to replay any prefix of them.
+#[derive(Clone, Debug, Default)]
+pub struct GdnRecord {
+    /// Identity of each recorded column.
+    pub keys: Vec<RowKey>,
+    /// Convolution outputs `[n, C]`.
+    pub u: Vec<f32>,
+    /// Decay `g` `[n, value_heads]`, FP32.
+    pub g: Vec<f32>,
+    /// Write strength `[n, value_heads]`, FP32.
+    pub beta: Vec<f32>,
+    /// State after all recorded columns.
+    pub after: Vec<f32>,
+}
+
+/// A gated delta rule layer: S `[value_heads, dk, dv]`.
+#[derive(Clone, Debug, Default)]
+pub(super) struct GdnSlot {
+    pub s: Arc<Vec<f32>>,
+    pub len: usize,
+    pub record: GdnRecord,
+}
+
+/// Columns before the next one: `[columns, width]`, oldest first; then the recorded ones.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ConvSlot {
+    pub columns: Vec<f32>,
+    pub record: Vec<f32>,
+}
+
+/// Index keys of one attention layer.
+#[derive(Clone, Debug, Default)]
+pub(super) struct IndexSlot {
+    /// `[complete blocks, di]`.
+    pub pooled: Arc<Vec<f32>>,
+    /// `[open tokens, di]`.
+    pub raw: Vec<f32>,
+    /// Position of each open token.
+    pub positions: Vec<[u32; 3]>,
+    /// Blocks completed by recorded tokens.
+    pub record_pooled: Vec<f32>,
+    /// Recorded tokens.
+    pub record_raw: Vec<f32>,
+    /// Their positions.
+    pub record_positions: Vec<[u32; 3]>,
+}
+
+/// All recurrent state of one sequence.
+#[derive(Clone, Debug, Default)]
+pub struct Slot {
+    pub(super) gdn: Vec<GdnSlot>,
+    pub(super) gdn_conv: Vec<ConvSlot>,
+    pub(super) ple_conv: Vec<ConvSlot>,
+    pub(super) index: Vec<Option<IndexSlot>>,
+}
+
+/// Committed state of a slot; large parts are shared until one side writes.
+#[derive(Clone, Debug)]
+pub struct SlotSnapshot(pub(super) Arc<Slot>);
