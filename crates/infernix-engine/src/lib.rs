@@ -3,6 +3,7 @@
 pub mod backend;
 pub mod error;
 pub mod ngram;
+pub mod numerics;
 pub mod state;
 
 pub use error::EngineError;
