@@ -5,7 +5,18 @@
 //! folder and an artifact serve alike.
 
 mod error;
+mod generation;
+mod message;
+mod output;
+mod pyjson;
+mod stop;
 mod tokenizer;
 
 pub use error::{Result, TextError};
+pub use generation::{Family, GenerationDefaults, Sampling};
+pub use message::{Content, FunctionCall, Message, Role, Tool, ToolCall};
+pub use output::{
+    Channel, Diagnostics, Event, Fallback, OutputOptions, OutputParser, ParsedCall, Start, ToolSet,
+};
+pub use stop::StopMatcher;
 pub use tokenizer::{AddedToken, AddedTokens, Detokenizer, EncodeOptions, NamedTokens, TokenKind, Tokenizer};

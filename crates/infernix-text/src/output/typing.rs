@@ -1,0 +1,270 @@
+//! From a parameter's text to a JSON value, as the tool's schema says.
+
+use std::collections::HashMap;
+
+use serde_json::{Map, Value};
+
+use super::Diagnostics;
+use crate::message::Tool;
+
+/// A call as published.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParsedCall {
+    /// Function name.
+    pub name: String,
+    /// Arguments in the order the model gave them.
+    pub arguments: Map<String, Value>,
+}
+
+impl ParsedCall {
+    /// The arguments as JSON text in Python's default spacing, which is how the model writes objects:
+    /// clients that replay this text give back the prompt the model has seen.
+    #[must_use]
+    pub fn arguments_json(&self) -> String {
+        crate::pyjson::dumps(&Value::Object(self.arguments.clone()))
+    }
+}
+
+/// A call as found in the text: values are still text.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(crate) struct RawCall {
+    pub(crate) name: String,
+    pub(crate) parameters: Vec<(String, String)>,
+}
+
+/// The declared tools, ready for look-ups.
+#[derive(Debug, Clone, Default)]
+pub struct ToolSet {
+    /// Parameter schemas by function; `None` where two tools of one name disagree.
+    tools: HashMap<String, Option<Map<String, Value>>>,
+}
+
+impl ToolSet {
+    /// Collects the tools. Two declarations of one name with different parameters leave its arguments
+    /// untyped.
+    #[must_use]
+    pub fn new<'t>(tools: impl IntoIterator<Item = &'t Tool>) -> Self {
+        let mut seen: HashMap<String, Option<Map<String, Value>>> = HashMap::new();
+        for tool in tools {
+            let properties = tool
+                .parameters()
+                .and_then(|p| p.get("properties"))
+                .and_then(Value::as_object)
+                .cloned()
+                .unwrap_or_default();
+            seen.entry(tool.name().to_owned())
+                .and_modify(|known| {
+                    if known.as_ref() != Some(&properties) {
+                        *known = None;
+                    }
+                })
+                .or_insert(Some(properties));
+        }
+        Self { tools: seen }
+    }
+
+    /// Whether no tool is declared; markup is text then.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.tools.is_empty()
+    }
+
+    /// Whether a function of this name is declared.
+    #[must_use]
+    pub fn declares(&self, name: &str) -> bool {
+        self.tools.contains_key(name)
+    }
+
+    /// Whether the function declares the parameter.
+    pub(crate) fn declares_parameter(&self, function: &str, parameter: &str) -> bool {
+        matches!(self.tools.get(function), Some(Some(p)) if p.contains_key(parameter))
+    }
+
+    /// Types the values of a call.
+    pub(crate) fn resolve(&self, raw: RawCall, diagnostics: &mut Diagnostics) -> ParsedCall {
+        let properties = self.tools.get(&raw.name).and_then(Option::as_ref);
+        let mut arguments = Map::new();
+        for (name, text) in raw.parameters {
+            let expected = properties.and_then(|p| p.get(&name)).map_or(Expected::Any, Expected::of);
+            let value = expected.read(&text, diagnostics);
+            if arguments.contains_key(&name) {
+                diagnostics.duplicate_parameters_repaired += 1;
+            }
+            match value {
+                // Inserting keeps the first position and takes the last value.
+                Some(value) => {
+                    arguments.insert(name, value);
+                }
+                None => {
+                    arguments.shift_remove(&name);
+                }
+            }
+        }
+        ParsedCall { name: raw.name, arguments }
+    }
+}
+
+const NULL: u8 = 1;
+const BOOLEAN: u8 = 2;
+const INTEGER: u8 = 4;
+const NUMBER: u8 = 8;
+const OBJECT: u8 = 16;
+const ARRAY: u8 = 32;
+const STRING: u8 = 64;
+const PRIMITIVE: u8 = NULL | BOOLEAN | INTEGER | NUMBER | STRING;
+
+fn type_bit(name: &str) -> Option<u8> {
+    Some(match name {
+        "null" => NULL,
+        "boolean" => BOOLEAN,
+        "integer" => INTEGER,
+        "number" => NUMBER,
+        "object" => OBJECT,
+        "array" => ARRAY,
+        "string" => STRING,
+        _ => return None,
+    })
+}
+
+/// What a schema admits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Expected {
+    /// Strings among others: the text as it is.
+    Text,
+    /// These types, none of them string.
+    Types(u8),
+    /// Nothing usable is said.
+    Any,
+}
+
+impl Expected {
+    fn of(schema: &Value) -> Self {
+        let mask = match schema.get("type") {
+            Some(Value::String(name)) => type_bit(name),
+            Some(Value::Array(names)) => {
+                names.iter().map(|n| n.as_str().and_then(type_bit)).try_fold(0, |mask, bit| Some(mask | bit?))
+            }
+            Some(_) => None,
+            None => ["anyOf", "oneOf"]
+                .iter()
+                .find_map(|key| schema.get(*key)?.as_array())
+                .and_then(|variants| {
+                    variants
+                        .iter()
+                        .map(|v| v.get("type")?.as_str().and_then(type_bit))
+                        .try_fold(0, |mask, bit| Some(mask | bit?))
+                })
+                .filter(|mask| mask & !PRIMITIVE == 0),
+        };
+        match mask {
+            None | Some(0) => Self::Any,
+            Some(mask) if mask & STRING != 0 => Self::Text,
+            Some(mask) => Self::Types(mask),
+        }
+    }
+
+    /// The value, `None` where it is to be left out.
+    fn read(self, text: &str, diagnostics: &mut Diagnostics) -> Option<Value> {
+        let trimmed = text.trim();
+        match self {
+            Self::Text => Some(Value::String(text.to_owned())),
+            Self::Any => Some(exact_json(trimmed).unwrap_or_else(|| text.into())),
+            Self::Types(_) if trimmed.is_empty() => {
+                diagnostics.empty_arguments_omitted += 1;
+                None
+            }
+            Self::Types(mask) => {
+                let value = if trimmed.eq_ignore_ascii_case("true") {
+                    Value::Bool(true)
+                } else if trimmed.eq_ignore_ascii_case("false") {
+                    Value::Bool(false)
+                } else {
+                    exact_json(trimmed).unwrap_or_else(|| text.into())
+                };
+                if bits(&value) & mask == 0 {
+                    diagnostics.schema_mismatch_arguments += 1;
+                }
+                Some(value)
+            }
+        }
+    }
+}
+
+/// JSON, unless reading it would change a number: an integer beyond 64 bits stays text.
+fn exact_json(text: &str) -> Option<Value> {
+    let value: Value = serde_json::from_str(text).ok()?;
+    let integral = text.bytes().all(|b| b.is_ascii_digit() || b == b'-');
+    (!(integral && value.is_f64())).then_some(value)
+}
+
+/// Types a value has; an integral number counts as an integer, every integer as a number.
+fn bits(value: &Value) -> u8 {
+    match value {
+        Value::Null => NULL,
+        Value::Bool(_) => BOOLEAN,
+        Value::Number(n) if n.is_f64() => match n.as_f64() {
+            Some(x) if x.fract() == 0.0 => INTEGER | NUMBER,
+            _ => NUMBER,
+        },
+        Value::Number(_) => INTEGER | NUMBER,
+        Value::String(_) => STRING,
+        Value::Array(_) => ARRAY,
+        Value::Object(_) => OBJECT,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn read(schema: Value, text: &str) -> (Option<Value>, Diagnostics) {
+        let mut d = Diagnostics::default();
+        let value = Expected::of(&schema).read(text, &mut d);
+        (value, d)
+    }
+
+    #[test]
+    fn schemas_say_what_a_value_may_be() {
+        assert_eq!(Expected::of(&json!({"type": ["string", "null"]})), Expected::Text);
+        assert_eq!(
+            Expected::of(&json!({"anyOf": [{"type": "string"}, {"type": "integer"}]})),
+            Expected::Text
+        );
+        assert_eq!(
+            Expected::of(&json!({"oneOf": [{"type": "null"}, {"type": "integer"}]})),
+            Expected::Types(NULL | INTEGER)
+        );
+        // An object among the variants: text would hide it, so nothing usable is said.
+        assert_eq!(Expected::of(&json!({"anyOf": [{"type": "string"}, {"type": "object"}]})), Expected::Any);
+        assert_eq!(Expected::of(&json!({"$ref": "#/x"})), Expected::Any);
+        assert_eq!(Expected::of(&json!({"enum": ["a"]})), Expected::Any);
+        assert_eq!(Expected::of(&json!(true)), Expected::Any);
+    }
+
+    #[test]
+    fn values_keep_their_type_and_mismatches_are_counted() {
+        assert_eq!(read(json!({"type": "integer"}), "3.0").0, Some(json!(3.0)));
+        assert_eq!(read(json!({"type": "integer"}), "3.0").1.schema_mismatch_arguments, 0);
+        assert_eq!(read(json!({"type": "integer"}), "TRUE").1.schema_mismatch_arguments, 1);
+        assert_eq!(read(json!({"type": "boolean"}), " False ").0, Some(json!(false)));
+        assert_eq!(read(json!({}), "True").0, Some(json!("True")));
+        assert_eq!(read(json!({}), "").0, Some(json!("")));
+        assert_eq!(read(json!({"type": "array"}), " ").0, None);
+    }
+
+    #[test]
+    fn an_integer_beyond_64_bits_is_not_rounded() {
+        let big = "123456789012345678901234567890";
+        assert_eq!(read(json!({"type": "integer"}), big).0, Some(json!(big)));
+    }
+
+    #[test]
+    fn two_tools_of_one_name_are_untyped() {
+        let tool = |t: &str| Tool::function("f", "", json!({"properties": {"a": {"type": t}}}));
+        let set = ToolSet::new(&[tool("string"), tool("integer")]);
+        let raw = RawCall { name: "f".into(), parameters: vec![("a".into(), "7".into())] };
+        let call = set.resolve(raw, &mut Diagnostics::default());
+        assert_eq!(call.arguments["a"], 7);
+    }
+}
