@@ -108,12 +108,11 @@ pub struct Checkpoint {
     pool: Pool,
 }
 
-/// The files to read the headers of.
-struct Files {
+/// What was found at a path.
+struct Located {
     folder: PathBuf,
-    names: Vec<String>,
-    /// How many of `names`, from the first, the index names (all of them without an index).
-    indexed: usize,
+    /// The one file, or with an index whatever safetensors files the folder holds.
+    files: Vec<String>,
     index_text: Option<Vec<u8>>,
 }
 
@@ -124,18 +123,24 @@ impl Checkpoint {
     /// Anything of the list in `docs/checkpoints.md`: not a checkpoint, shards missing, an index that
     /// disagrees with the shards, the same tensor in two shards, damaged headers, truncated files.
     pub fn open(path: &Path, opts: &OpenOptions) -> Result<Self, CheckpointError> {
-        let files = find_files(path, opts)?;
-        let index_path = files.folder.join(INDEX_FILE);
-        let index = match &files.index_text {
-            Some(text) => Some(parse_index(&index_path, text)?),
+        let located = locate(path, opts)?;
+        let index_path = located.folder.join(INDEX_FILE);
+        let mut files = located.files;
+        let mut indexed_files = files.len();
+        let index = match &located.index_text {
+            Some(text) => {
+                let index = parse_index(&index_path, text)?;
+                (files, indexed_files) = files_to_read(&located.folder, &index, files)?;
+                Some(index)
+            }
             None => None,
         };
         let mut warnings = Vec::new();
         let mut shards = Vec::new();
         let mut all = Vec::new();
-        for (i, name) in files.names.iter().enumerate() {
-            let indexed = i < files.indexed;
-            match read_shard(&files.folder, name, opts, shards.len() as u32, &mut all) {
+        for (i, name) in files.iter().enumerate() {
+            let indexed = i < indexed_files;
+            match read_shard(&located.folder, name, opts, shards.len() as u32, &mut all) {
                 Ok(shard) => shards.push(ShardInfo { indexed, ..shard }),
                 // The index does not name the file, so the model does not need it.
                 Err(e) if !indexed => {
@@ -146,7 +151,7 @@ impl Checkpoint {
         }
         let mut checkpoint = Self {
             path: path.to_path_buf(),
-            folder: files.folder,
+            folder: located.folder,
             shards,
             tensors: Vec::new(),
             by_name: Vec::new(),
@@ -370,15 +375,25 @@ impl Checkpoint {
         if out.is_empty() {
             return Ok(());
         }
-        if !shard.data_present {
-            let missing = self.tensors.iter().filter(|x| x.shard == t.shard).map(|x| x.bytes).sum();
-            return Err(CheckpointError::HeadersOnly { path: shard.path.clone(), missing });
-        }
+        self.refuse_absent(t)?;
         self.pool.read(t.shard, &shard.path, &shard.stamp, &t.name, t.offset + range.start, out)
+    }
+
+    /// An error if the tensor's file holds only its header.
+    fn refuse_absent(&self, t: &TensorInfo) -> Result<(), CheckpointError> {
+        match self.shards.get(t.shard as usize) {
+            Some(shard) if !shard.data_present && t.bytes > 0 => {
+                let missing = self.tensors.iter().filter(|x| x.shard == t.shard).map(|x| x.bytes).sum();
+                Err(CheckpointError::HeadersOnly { path: shard.path.clone(), missing })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Reads a whole tensor. For small ones: the vector has its full size.
     pub fn read_all(&self, t: &TensorInfo) -> Result<Vec<u8>, CheckpointError> {
+        // Data that is there bounds the allocation by the length of the file.
+        self.refuse_absent(t)?;
         let mut out = vec![0; t.bytes as usize];
         self.read(t, 0..t.bytes, &mut out)?;
         Ok(out)
@@ -395,8 +410,8 @@ fn cmp_concat(name: &str, base: &str, suffix: &str) -> Ordering {
     }
 }
 
-/// Which files make up the checkpoint at `path`.
-fn find_files(path: &Path, opts: &OpenOptions) -> Result<Files, CheckpointError> {
+/// Finds the files of the checkpoint at `path` and reads its index.
+fn locate(path: &Path, opts: &OpenOptions) -> Result<Located, CheckpointError> {
     let refuse = |reason: String, advice: &str| CheckpointError::NotACheckpoint {
         path: path.to_path_buf(),
         reason,
@@ -410,7 +425,7 @@ fn find_files(path: &Path, opts: &OpenOptions) -> Result<Files, CheckpointError>
             _ => PathBuf::from("."),
         };
         if name == INDEX_FILE {
-            return find_files(&folder, opts);
+            return locate(&folder, opts);
         }
         if !name.ends_with(".safetensors") {
             return Err(refuse(
@@ -432,11 +447,11 @@ fn find_files(path: &Path, opts: &OpenOptions) -> Result<Files, CheckpointError>
                 ));
             }
         }
-        return Ok(Files { folder, names: vec![name], indexed: 1, index_text: None });
+        return Ok(Located { folder, files: vec![name], index_text: None });
     }
 
     let folder = path.to_path_buf();
-    let mut present = safetensors_files(&folder)?;
+    let present = safetensors_files(&folder)?;
     let index_text = read_small(&folder.join(INDEX_FILE), "an index", MAX_INDEX_BYTES)?;
     if index_text.is_none() && !present.iter().any(|n| n == SINGLE_FILE) {
         return Err(match present.as_slice() {
@@ -461,22 +476,33 @@ fn find_files(path: &Path, opts: &OpenOptions) -> Result<Files, CheckpointError>
     if !opts.allow_missing_config {
         require_config(&folder, &refuse)?;
     }
-    let Some(text) = index_text else {
-        // Other files beside model.safetensors (adapters, drafters) are not part of it.
-        return Ok(Files { folder, names: vec![SINGLE_FILE.to_owned()], indexed: 1, index_text: None });
-    };
-    let index_path = folder.join(INDEX_FILE);
-    let mut names = parse_index(&index_path, &text)?.shards;
-    names.sort_by(|a, b| natural_cmp(a, b));
+    // Without an index, other files beside model.safetensors (adapters, drafters) are not part of it.
+    let files = if index_text.is_some() { present } else { vec![SINGLE_FILE.to_owned()] };
+    Ok(Located { folder, files, index_text })
+}
+
+/// The files to read the headers of: those that the index names, in numeric order, then the others of
+/// `present`; and how many the index names.
+fn files_to_read(
+    folder: &Path,
+    index: &Index<'_>,
+    mut present: Vec<String>,
+) -> Result<(Vec<String>, usize), CheckpointError> {
+    let mut files = index.shards.clone();
+    files.sort_by(|a, b| natural_cmp(a, b));
     // A name in the index may be a link whose target is gone: that is a missing file, too.
-    let missing: Vec<String> = names.iter().filter(|n| !folder.join(n).exists()).cloned().collect();
+    let missing: Vec<String> = files.iter().filter(|n| !folder.join(n).exists()).cloned().collect();
     if !missing.is_empty() {
-        return Err(CheckpointError::MissingShards { path: folder, missing, total: names.len() });
+        return Err(CheckpointError::MissingShards {
+            path: folder.to_path_buf(),
+            missing,
+            total: files.len(),
+        });
     }
-    let indexed = names.len();
-    present.retain(|n| !names.contains(n));
-    names.append(&mut present);
-    Ok(Files { folder, names, indexed, index_text: Some(text) })
+    let indexed = files.len();
+    present.retain(|n| !files.contains(n));
+    files.append(&mut present);
+    Ok((files, indexed))
 }
 
 fn require_config(
@@ -516,6 +542,7 @@ fn read_shard(
     out: &mut Vec<TensorInfo>,
 ) -> Result<ShardInfo, CheckpointError> {
     let path = folder.join(name);
+    refuse_special(&path, "a safetensors file")?;
     let mut file = File::open(&path).map_err(CheckpointError::io(&path, "open"))?;
     let stamp = Stamp::of(&file).map_err(CheckpointError::io(&path, "look at"))?;
     let header = header::read_header(&mut file, &path, stamp.len)?;
@@ -560,6 +587,23 @@ fn read_shard(
     })
 }
 
+/// Refuses folders, and pipes and devices, which could be read for ever.
+fn refuse_special(path: &Path, expected: &'static str) -> Result<(), CheckpointError> {
+    let found = match path.metadata() {
+        // Opening it will say why not.
+        Err(_) => return Ok(()),
+        Ok(meta) if meta.is_file() => return Ok(()),
+        Ok(meta) if meta.is_dir() => "a folder",
+        Ok(_) => "a pipe or device",
+    };
+    Err(CheckpointError::Impostor {
+        path: path.to_path_buf(),
+        expected,
+        found: found.to_owned(),
+        advice: "put the file itself there",
+    })
+}
+
 /// Reads an index file that is known to be there.
 pub(crate) fn read_index(path: &Path) -> Result<Vec<u8>, CheckpointError> {
     read_small(path, "an index", MAX_INDEX_BYTES)?
@@ -568,6 +612,7 @@ pub(crate) fn read_index(path: &Path) -> Result<Vec<u8>, CheckpointError> {
 
 /// Reads a small file whole, `None` where it is absent. Its length bounds the allocation.
 fn read_small(path: &Path, expected: &'static str, limit: u64) -> Result<Option<Vec<u8>>, CheckpointError> {
+    refuse_special(path, expected)?;
     let file = match File::open(path) {
         Ok(f) => f,
         // A link whose target is gone was meant to be there.

@@ -5,12 +5,14 @@
 //! patterns), compressed-tensors (`config_groups` with `targets`, `ignore`; `re:` patterns, class names) and
 //! the block-FP8 one (`modules_to_not_convert`).
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt;
 
 use fancy_regex::{Regex, RegexBuilder};
 use serde_json::Value;
 
+use crate::scheme::table_of_part;
 use crate::{Checkpoint, CheckpointError, Dtype, Scheme};
 
 /// Patterns looked at per config; releases have about 600.
@@ -18,7 +20,7 @@ const MAX_PATTERNS: usize = 20_000;
 /// Longest pattern.
 const MAX_PATTERN_BYTES: usize = 512;
 /// Most regular expressions; releases have about 10. Compiled ones take memory.
-const MAX_REGEXES: usize = 256;
+const MAX_REGEXES: usize = 64;
 
 /// A disagreement between a quantization config and the tensors, over all weights it concerns.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -115,7 +117,8 @@ impl Claim {
 enum Matcher {
     /// Shell pattern of the whole name, or of a parent module.
     Glob(String),
-    Regex(Box<Regex>),
+    /// With whether it still runs: one that exceeds its limits once is not tried again.
+    Regex(Box<Regex>, Cell<bool>),
     /// Every linear layer, as far as a name can tell.
     Everything,
 }
@@ -153,7 +156,7 @@ impl Pattern {
             let literal = expression.chars().filter(|c| c.is_alphanumeric() || *c == '_').count();
             return Some(Self {
                 text: text.to_owned(),
-                matcher: Matcher::Regex(Box::new(regex)),
+                matcher: Matcher::Regex(Box::new(regex), Cell::new(true)),
                 claim,
                 rank: (tier, literal),
             });
@@ -168,7 +171,13 @@ impl Pattern {
     fn matches(&self, module: &str) -> bool {
         match &self.matcher {
             Matcher::Everything => true,
-            Matcher::Regex(r) => r.is_match(module).unwrap_or(false),
+            Matcher::Regex(r, alive) => {
+                alive.get()
+                    && r.is_match(module).unwrap_or_else(|_| {
+                        alive.set(false);
+                        false
+                    })
+            }
             Matcher::Glob(g) => {
                 // What precedes the first wildcard decides most of the 75,000 x 600 comparisons.
                 let prefix = g.find(['*', '?']).unwrap_or(g.len());
@@ -353,6 +362,8 @@ impl Checkpoint {
                     (Some(p), _) => p.claim,
                     // Not every plain tensor is a linear layer: only a quantized one can contradict.
                     (None, _) if !scheme.is_quantized() => continue,
+                    // Nor is a part of an embedding table one.
+                    (None, Some(_)) if table_of_part(module).is_some() => continue,
                     (None, Some(default)) => default,
                     (None, None) if config.complete => Claim::Unquantized,
                     (None, None) => continue,
@@ -378,5 +389,83 @@ impl Checkpoint {
             }
         }
         Ok(warnings.into_values().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shell_patterns() {
+        for (pattern, text, matches) in [
+            ("a.b", "a.b", true),
+            ("a.b", "a.c", false),
+            ("a*", "abc", true),
+            ("*.mlp.experts.*", "m.layers.0.mlp.experts.3.up", true),
+            ("*.mlp.experts.*", "m.layers.0.mlp.shared", false),
+            ("a?c", "abc", true),
+            ("", "", true),
+            ("*", "", true),
+            ("**a*", "bab", true),
+            ("a*b*c", "aXbYbZ", false),
+        ] {
+            assert_eq!(glob_match(pattern, text), matches, "{pattern} {text}");
+        }
+        // Backtracking stays polynomial.
+        assert!(!glob_match(&"*a".repeat(100), &"a".repeat(99)));
+    }
+
+    fn config(text: &str) -> QuantConfig {
+        QuantConfig::parse("config.json", &serde_json::from_str(text).expect("JSON"))
+            .expect("a known dialect")
+    }
+
+    fn claim(c: &QuantConfig, module: &str) -> Option<Claim> {
+        c.decide(module).map(|p| p.claim)
+    }
+
+    #[test]
+    fn most_specific_modelopt_pattern_wins() {
+        let c = config(
+            r#"{"quant_method":"modelopt","quant_algo":"MIXED_PRECISION","ignore":["lm_head","mtp.fc*","*.mlp.experts.7.up_proj"],
+            "quantized_layers":{"*.mlp.experts.*":{"quant_algo":"NVFP4"},"mtp.layers.0.mlp.experts.*":{"quant_algo":"FP8_PB_WO"},
+            "x.table":{"quant_algo":"FP8"}}}"#,
+        );
+        assert_eq!(claim(&c, "m.layers.0.mlp.experts.3.up_proj"), Some(Claim::Nvfp4));
+        assert_eq!(claim(&c, "mtp.layers.0.mlp.experts.3.up_proj"), Some(Claim::Fp8Block));
+        assert_eq!(claim(&c, "m.layers.0.mlp.experts.7.up_proj"), Some(Claim::Unquantized));
+        assert_eq!(claim(&c, "lm_head"), Some(Claim::Unquantized));
+        assert_eq!(claim(&c, "lm_head2"), None);
+        // A module's pattern covers what is below it.
+        assert_eq!(claim(&c, "x.table.shard_3"), Some(Claim::Fp8Tensor));
+        assert_eq!(claim(&c, "x.tables"), None);
+    }
+
+    #[test]
+    fn compressed_tensors_ignores_first_then_takes_the_more_literal_target() {
+        let c = config(
+            r#"{"quant_method":"compressed-tensors","ignore":["re:mtp\\..*","head"],"config_groups":{
+            "a":{"targets":["Linear"],"weights":{"num_bits":8,"type":"float","strategy":"channel"}},
+            "b":{"targets":["re:.*experts\\..*_proj$"],"weights":{"num_bits":4,"type":"float","strategy":"tensor_group"}},
+            "c":{"targets":["x.experts.0.up_proj"],"weights":{"num_bits":8,"type":"float","strategy":"tensor"}}}}"#,
+        );
+        assert_eq!(claim(&c, "x.experts.1.up_proj"), Some(Claim::Nvfp4Divisor));
+        assert_eq!(claim(&c, "x.experts.0.up_proj"), Some(Claim::Fp8Tensor));
+        assert_eq!(claim(&c, "mtp.experts.1.up_proj"), Some(Claim::Unquantized));
+        assert_eq!(claim(&c, "attn.q_proj"), Some(Claim::Fp8Row));
+        assert_eq!(claim(&c, "head"), Some(Claim::Unquantized));
+    }
+
+    #[test]
+    fn hostile_patterns_cost_little() {
+        let c = config(
+            r#"{"quant_method":"compressed-tensors","ignore":["re:(a+)+$","re:(?=(a*)*)(a*)*\\1b","re:(","re:a{1000}{1000}{1000}"],
+            "config_groups":{"a":7,"b":{"targets":7,"weights":7},"c":{"targets":[7]}}}"#,
+        );
+        assert!(c.patterns.len() <= 3, "an invalid one is left out");
+        let started = std::time::Instant::now();
+        claim(&c, &("a".repeat(400) + "!"));
+        assert!(started.elapsed().as_secs() < 2);
     }
 }

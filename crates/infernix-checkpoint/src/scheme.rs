@@ -237,7 +237,7 @@ fn scheme_error(checkpoint: &Checkpoint, t: &TensorInfo, expected: String, found
 }
 
 /// The parent module of a part of a split table, whose scales the parts share: `x` for `x.shard_12`.
-fn table_of_part(base: &str) -> Option<&str> {
+pub(crate) fn table_of_part(base: &str) -> Option<&str> {
     let (parent, last) = base.rsplit_once('.')?;
     let number = last.strip_prefix("shard_")?;
     (!number.is_empty() && number.bytes().all(|b| b.is_ascii_digit())).then_some(parent)
