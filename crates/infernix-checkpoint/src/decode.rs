@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
+use infernix_formats::scalar;
+
 use crate::scheme::{Scheme, SourceTensor};
-use crate::{CheckpointError, Dtype, TensorInfo, words};
+use crate::{CheckpointError, Dtype, TensorInfo};
 
 /// Codes read per step of a decode.
 const STEP_BYTES: u64 = 1 << 20;
@@ -164,8 +166,8 @@ impl SourceTensor<'_> {
         // One scale covers 8 bytes of codes; the product of code and scale is exact in F32.
         for ((block, bytes), &s) in out.chunks_exact_mut(16).zip(codes.chunks_exact(8)).zip(&scales) {
             for (pair, &byte) in block.chunks_exact_mut(2).zip(bytes) {
-                pair[0] = global(words::e2m1(byte & 15) * s);
-                pair[1] = global(words::e2m1(byte >> 4) * s);
+                pair[0] = global(scalar::e2m1_to_f32(byte & 15) * s);
+                pair[1] = global(scalar::e2m1_to_f32(byte >> 4) * s);
             }
         }
         Ok(())
@@ -181,7 +183,7 @@ impl SourceTensor<'_> {
         let k = self.row_len() as usize;
         for ((row, values), codes) in rows.zip(out.chunks_exact_mut(k)).zip(codes.chunks_exact(k)) {
             for (c, (v, &code)) in values.iter_mut().zip(codes).enumerate() {
-                let x = words::e4m3(code);
+                let x = scalar::e4m3_to_f32(code);
                 if x.is_nan() {
                     let byte = row * k as u64 + c as u64;
                     let found = format!("0x{code:02x} (NaN)");
@@ -211,8 +213,8 @@ impl SourceTensor<'_> {
         for (i, word) in bytes.chunks_exact(width as usize).enumerate() {
             let i = i as u64;
             let value = match t.dtype {
-                Dtype::U8 | Dtype::F8E8m0 => words::e8m0(word[0]),
-                Dtype::F8E4m3 => words::e4m3(word[0]),
+                Dtype::U8 | Dtype::F8E8m0 => scalar::e8m0_to_f32(word[0]),
+                Dtype::F8E4m3 => scalar::e4m3_to_f32(word[0]),
                 dtype => widen(dtype, word),
             };
             if !value.is_finite() || value.is_sign_negative() {
@@ -250,8 +252,8 @@ impl Scales {
 /// One little-endian word as F32: widened exactly, F64 rounded once.
 fn widen(dtype: Dtype, word: &[u8]) -> f32 {
     match (dtype, word) {
-        (Dtype::Bf16, &[a, b]) => words::bf16(u16::from_le_bytes([a, b])),
-        (Dtype::F16, &[a, b]) => words::f16(u16::from_le_bytes([a, b])),
+        (Dtype::Bf16, &[a, b]) => scalar::bf16_to_f32(u16::from_le_bytes([a, b])),
+        (Dtype::F16, &[a, b]) => scalar::f16_to_f32(u16::from_le_bytes([a, b])),
         (Dtype::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
         (Dtype::F64, &[a, b, c, d, e, f, g, h]) => f64::from_le_bytes([a, b, c, d, e, f, g, h]) as f32,
         _ => f32::NAN,

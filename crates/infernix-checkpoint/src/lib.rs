@@ -24,7 +24,6 @@ mod pool;
 mod quant_config;
 mod scheme;
 mod sniff;
-mod words;
 
 pub use checkpoint::{Checkpoint, IgnoredTensor, OpenOptions, ShardInfo, TensorInfo};
 pub use dtype::Dtype;

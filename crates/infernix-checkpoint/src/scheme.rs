@@ -5,6 +5,8 @@
 
 use std::fmt;
 
+use infernix_formats::Format;
+
 use crate::{Checkpoint, CheckpointError, Dtype, TensorInfo};
 
 /// How a weight is stored.
@@ -50,6 +52,25 @@ pub enum Scheme {
 }
 
 impl Scheme {
+    /// The numeric format that holds these words without changing one, `None` where there is none (FP8 rows
+    /// with F32 scales; plain dtypes that are no weight format).
+    pub fn format(self) -> Option<Format> {
+        Some(match self {
+            Self::Plain(Dtype::Bf16) => Format::Bf16,
+            Self::Plain(Dtype::F16) => Format::Fp16,
+            Self::Plain(Dtype::F32) => Format::Fp32,
+            Self::Plain(Dtype::I32) => Format::Int32,
+            Self::Plain(Dtype::I64) => Format::Int64,
+            Self::Nvfp4Multiplier { .. } => Format::Nvfp4Mul,
+            Self::Nvfp4Divisor { .. } => Format::Nvfp4,
+            Self::Fp8Tensor { .. } => Format::Fp8Tensor,
+            Self::Fp8Row { scale: Dtype::Bf16, .. } => Format::Fp8Row,
+            Self::Fp8Block128 { .. } => Format::Fp8Block128,
+            Self::Mxfp8 => Format::Mxfp8,
+            Self::Plain(_) | Self::Fp8Row { .. } => return None,
+        })
+    }
+
     /// Whether the words need scales to become values.
     pub fn is_quantized(self) -> bool {
         !matches!(self, Self::Plain(_))
@@ -498,6 +519,15 @@ mod tests {
         assert_eq!(table_of_part("a.ngram_embedding.shard_x"), None);
         assert_eq!(table_of_part("shard_1"), None);
         assert_eq!(table_of_part("a.experts.1"), None);
+    }
+
+    #[test]
+    fn only_exact_formats_are_named() {
+        assert_eq!(Scheme::Fp8Row { scale: Dtype::F32, input_scale: false }.format(), None);
+        assert_eq!(Scheme::Fp8Row { scale: Dtype::Bf16, input_scale: false }.format(), Some(Format::Fp8Row));
+        assert_eq!(Scheme::Fp8Block128 { scale: Dtype::Bf16 }.format(), Some(Format::Fp8Block128));
+        assert_eq!(Scheme::Nvfp4Divisor { input_scale: true }.format(), Some(Format::Nvfp4));
+        assert_eq!(Scheme::Plain(Dtype::U8).format(), None);
     }
 
     #[test]
