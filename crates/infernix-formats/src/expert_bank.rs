@@ -461,7 +461,8 @@ impl<'a> ExpertRecord<'a> {
     /// [`FormatError::IllegalWord`] or [`FormatError::Padding`] (offset inside the record).
     pub fn validate_words(&self) -> Result<(), FormatError> {
         let end = self.shape.record_bytes as usize;
-        let mut gaps = vec![end..self.bytes.len()];
+        let mut gaps = Vec::with_capacity(4);
+        gaps.push(end..self.bytes.len());
         for matrix in ExpertMatrix::ALL {
             let (n, k) = self.shape.matrix(matrix);
             let part = format!("{} ", matrix.name());

@@ -465,16 +465,6 @@ pub(crate) fn validate_row(
         let column = (g * spec.group) as u64;
         unpack_group(format, codes, high, g, &mut q);
         let q = &q[..spec.group];
-        check_group(spec, row, column, q, s)?;
-        if column >= k && s != 0 {
-            return Err(illegal(
-                "group scale",
-                u32::from(s),
-                row,
-                column,
-                "a group of padding must have scale 0",
-            ));
-        }
         let real = (k.saturating_sub(column) as usize).min(spec.group);
         if let Some(i) = q[real..].iter().position(|&q| q != 0) {
             let at = real + i;
@@ -486,6 +476,16 @@ pub(crate) fn validate_row(
                 "padding codes must be 0",
             ));
         }
+        if real == 0 && s != 0 {
+            return Err(illegal(
+                "group scale",
+                u32::from(s),
+                row,
+                column,
+                "a group of padding must have scale 0",
+            ));
+        }
+        check_group(spec, row, column, &q[..real], s)?;
     }
     Ok(())
 }
