@@ -1,0 +1,297 @@
+//! State of an unfinished conversion: the folder `OUT.partial/`, its lock and its journal.
+//!
+//! The journal is JSON lines, appended and synced. A line counts once its newline is there; a torn last line is
+//! dropped. Lines never precede what they claim: object data is synced before the line that names the object.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde_json::{Value, json};
+
+use crate::io::{Io, folder_of, with_suffix};
+use crate::json::{self, canonical};
+use crate::{ArtifactError, Result, Resume};
+
+/// What a resumed run must have in common with the first one: recipe digest, encoder versions, options, and size, time
+/// and header digest of every source. Opaque here; the first difference is named by its key.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct JournalKey(BTreeMap<String, String>);
+
+impl JournalKey {
+    /// An empty key.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds an entry; `name` is what the user is told when `value` differs.
+    #[must_use]
+    pub fn with(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.insert(name, value);
+        self
+    }
+
+    /// Adds an entry in place.
+    pub fn insert(&mut self, name: impl Into<String>, value: impl Into<String>) {
+        self.0.insert(name.into(), value.into());
+    }
+
+    /// First difference as (name, recorded, now).
+    pub fn difference(&self, now: &Self) -> Option<(String, String, String)> {
+        let absent = || "absent".to_owned();
+        let names: std::collections::BTreeSet<&String> = self.0.keys().chain(now.0.keys()).collect();
+        names.into_iter().find(|name| self.0.get(*name) != now.0.get(*name)).map(|name| {
+            let value = |key: &Self| key.0.get(name).cloned().unwrap_or_else(absent);
+            (name.clone(), value(self), value(now))
+        })
+    }
+
+    fn to_value(&self) -> Value {
+        Value::Object(self.0.iter().map(|(k, v)| (k.clone(), Value::from(v.as_str()))).collect())
+    }
+
+    fn from_value(value: &Value) -> Option<Self> {
+        let map = value.as_object()?;
+        map.iter().map(|(k, v)| Some((k.clone(), v.as_str()?.to_owned()))).collect::<Option<_>>().map(Self)
+    }
+}
+
+/// The state folder of the output `out`.
+pub fn state_folder(out: &Path) -> PathBuf {
+    with_suffix(out, ".partial")
+}
+
+/// Removes the state of an unfinished conversion of `out`. False when there was none.
+///
+/// # Errors
+/// [`ArtifactError::Locked`] while a conversion runs; I/O errors.
+pub fn clean(out: &Path) -> Result<bool> {
+    let folder = state_folder(out);
+    if !folder.is_dir() {
+        return Ok(false);
+    }
+    let _lock = Lock::acquire(&folder)?;
+    fs::remove_dir_all(&folder).map_err(|e| ArtifactError::io(&folder, "remove", e))?;
+    Ok(true)
+}
+
+/// An exclusive lock: the file says who holds it, `flock` says whether.
+#[derive(Debug)]
+struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    fn acquire(folder: &Path) -> Result<Self> {
+        let path = folder.join("lock");
+        loop {
+            let mut file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(&path)
+                .map_err(|e| ArtifactError::io(&path, "open", e))?;
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => {
+                    let mut text = String::new();
+                    let _ = (&file).take(64).read_to_string(&mut text);
+                    let pid = text.trim();
+                    let holder =
+                        if pid.is_empty() { "another process".to_owned() } else { format!("process {pid}") };
+                    return Err(ArtifactError::Locked { path: folder.to_owned(), holder });
+                }
+                Err(TryLockError::Error(e)) => return Err(ArtifactError::io(&path, "lock", e)),
+            }
+            // The previous holder may have removed the file between our open and our lock.
+            let same = match (file.metadata(), fs::metadata(&path)) {
+                (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
+                _ => false,
+            };
+            if !same {
+                if !folder.is_dir() {
+                    return Err(ArtifactError::Locked { path: folder.to_owned(), holder: "a run that just ended".into() });
+                }
+                continue;
+            }
+            let write = file.set_len(0).and_then(|()| file.write_all(std::process::id().to_string().as_bytes()));
+            write.map_err(|e| ArtifactError::io(&path, "write", e))?;
+            return Ok(Self { _file: file });
+        }
+    }
+}
+
+/// A journal file: complete lines read at open, new ones appended.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    path: PathBuf,
+    file: File,
+    io: Io,
+}
+
+impl Journal {
+    /// Opens or creates the journal; returns it with its complete lines.
+    pub(crate) fn open(path: PathBuf, io: &Io) -> Result<(Self, Vec<Value>)> {
+        let mut file = io.open_rw(&path)?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(|e| ArtifactError::io(&path, "read", e))?;
+        let complete = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |at| at + 1);
+        let mut lines = Vec::new();
+        for (number, line) in bytes[..complete].split_terminator_newline().enumerate() {
+            let value = json::parse(line).map_err(|(_, reason)| ArtifactError::StateDamaged {
+                path: path.clone(),
+                reason: format!("line {}: {reason}", number + 1),
+            })?;
+            lines.push(value);
+        }
+        if complete < bytes.len() {
+            io.set_len(&file, &path, complete as u64)?;
+        }
+        file.seek(SeekFrom::Start(complete as u64)).map_err(|e| ArtifactError::io(&path, "seek in", e))?;
+        Ok((Self { path, file, io: io.clone() }, lines))
+    }
+
+    /// Appends lines in one write and syncs.
+    pub(crate) fn append(&mut self, lines: &[Value]) -> Result<()> {
+        if lines.is_empty() {
+            return Ok(());
+        }
+        let mut text = String::new();
+        for line in lines {
+            text.push_str(&canonical(line));
+            text.push('\n');
+        }
+        self.io.append(&mut self.file, &self.path, text.as_bytes())?;
+        self.io.sync(&self.file, &self.path)
+    }
+
+    pub(crate) fn damaged(&self, reason: impl Into<String>) -> ArtifactError {
+        ArtifactError::StateDamaged { path: self.path.clone(), reason: reason.into() }
+    }
+}
+
+trait SplitLines {
+    fn split_terminator_newline(&self) -> impl Iterator<Item = &[u8]>;
+}
+
+impl SplitLines for [u8] {
+    fn split_terminator_newline(&self) -> impl Iterator<Item = &[u8]> {
+        self.split_inclusive(|&b| b == b'\n').map(|line| &line[..line.len() - 1])
+    }
+}
+
+/// The locked state folder; shared by the artifact's and the volume's writer.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) folder: PathBuf,
+    pub(crate) io: Io,
+    journal: Mutex<Journal>,
+    _lock: Lock,
+}
+
+impl State {
+    /// Opens or creates the state of `out`. Returns the journal's lines after the key's.
+    pub(crate) fn open(out: &Path, key: &JournalKey, resume: Resume, io: Io) -> Result<(Arc<Self>, Vec<Value>)> {
+        let folder = state_folder(out);
+        if folder.exists() {
+            if resume == Resume::No {
+                // Tell a running conversion from an abandoned one.
+                drop(Lock::acquire(&folder)?);
+                return Err(ArtifactError::StateExists { path: folder });
+            }
+        } else {
+            match io.create_dir(&folder) {
+                Err(ArtifactError::Io { source, .. }) if source.kind() == std::io::ErrorKind::AlreadyExists => {}
+                result => result?,
+            }
+            io.sync_folder(folder_of(out))?;
+        }
+        let lock = Lock::acquire(&folder)?;
+        let (mut journal, mut lines) = Journal::open(folder.join("journal.jsonl"), &io)?;
+        if lines.is_empty() {
+            journal.append(&[json!({"journal": 1, "key": key.to_value()})])?;
+            io.sync_folder(&folder)?;
+        } else {
+            let head = lines.remove(0);
+            let recorded = head.get("key").and_then(JournalKey::from_value);
+            let recorded = recorded.ok_or_else(|| journal.damaged("the first line holds no key"))?;
+            if head.get("journal").and_then(Value::as_u64) != Some(1) {
+                return Err(journal.damaged("it was written by another version"));
+            }
+            if let Some((name, recorded, now)) = recorded.difference(key) {
+                return Err(ArtifactError::StateDiffers { path: folder, name, recorded, now });
+            }
+        }
+        Ok((Arc::new(Self { folder, io, journal: Mutex::new(journal), _lock: lock }), lines))
+    }
+
+    pub(crate) fn append(&self, lines: &[Value]) -> Result<()> {
+        self.journal.lock().unwrap_or_else(PoisonError::into_inner).append(lines)
+    }
+
+    /// Removes the folder after publication. The lock goes last, still held.
+    pub(crate) fn remove(&self, names: &[String]) -> Result<()> {
+        for name in names.iter().map(String::as_str).chain(["journal.jsonl", "lock"]) {
+            self.io.remove_file(&self.folder.join(name))?;
+        }
+        self.io.remove_dir(&self.folder)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_difference_is_named() {
+        let a = JournalKey::new().with("recipe", "1").with("source x", "size 3");
+        let b = JournalKey::new().with("recipe", "1").with("source x", "size 4").with("z", "");
+        assert_eq!(a.difference(&b), Some(("source x".into(), "size 3".into(), "size 4".into())));
+        assert_eq!(a.difference(&a), None);
+    }
+
+    #[test]
+    fn a_torn_last_line_is_ignored_and_a_damaged_middle_line_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("o");
+        let key = JournalKey::new().with("k", "v");
+        let (state, _) = State::open(&out, &key, Resume::No, Io::default()).unwrap();
+        state.append(&[json!({"a": 1})]).unwrap();
+        drop(state);
+        let path = state_folder(&out).join("journal.jsonl");
+        let mut bytes = fs::read(&path).unwrap();
+        bytes.extend(b"{\"a\":2,\"b");
+        fs::write(&path, &bytes).unwrap();
+        let (state, lines) = State::open(&out, &key, Resume::Yes, Io::default()).unwrap();
+        assert_eq!(lines, [json!({"a": 1})]);
+        state.append(&[json!({"a": 3})]).unwrap();
+        drop(state);
+        let (state, lines) = State::open(&out, &key, Resume::Yes, Io::default()).unwrap();
+        assert_eq!(lines, [json!({"a": 1}), json!({"a": 3})]);
+        drop(state);
+        let text = fs::read_to_string(&path).unwrap().replace("{\"a\":1}", "{\"a\":1");
+        fs::write(&path, text).unwrap();
+        let damaged = State::open(&out, &key, Resume::Yes, Io::default());
+        assert!(matches!(damaged, Err(ArtifactError::StateDamaged { .. })));
+        assert!(clean(&out).unwrap());
+        assert!(!clean(&out).unwrap());
+    }
+
+    #[test]
+    fn a_second_writer_is_refused_by_the_lock_and_told_who_holds_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("o");
+        let (state, _) = State::open(&out, &JournalKey::new(), Resume::No, Io::default()).unwrap();
+        for resume in [Resume::No, Resume::Yes] {
+            let second = State::open(&out, &JournalKey::new(), resume, Io::default()).unwrap_err().to_string();
+            assert!(second.contains(&format!("process {}", std::process::id())), "{second}");
+        }
+        assert!(clean(&out).is_err());
+        drop(state);
+        assert!(clean(&out).unwrap());
+    }
+}
