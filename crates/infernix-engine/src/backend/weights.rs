@@ -1,5 +1,6 @@
 //! How weights reach a backend: stored words plus what they are for.
 
+use infernix_formats::{Format, Layout};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -42,7 +43,7 @@ pub struct WeightPart {
     pub shape: Vec<u64>,
     /// The whole object.
     pub bytes: Bytes,
-    /// Rows of the object (its first axis) that belong to the weight.
+    /// Rows of the object that belong to the weight, counted over all axes but the last (a vector is one row).
     pub rows: Range<u64>,
 }
 
@@ -95,41 +96,4 @@ pub struct ExpertSpec {
     pub activation: Activation,
     /// `[E]` of calibrated input scales of gate, up, down.
     pub input_scales: Option<Vec<[f32; 3]>>,
-}
-
-/// Stand-in until the formats crate has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "stand-in")]
-pub enum Format {
-    Bf16,
-    Fp16,
-    Fp32,
-    Int32,
-    Int64,
-    Q4G64,
-    Q5G64,
-    Q6G64,
-    Q8G32,
-    Nvfp4,
-    Nvfp4Mul,
-    Fp8Row,
-    Fp8Tensor,
-    Fp8Block128,
-    Mxfp8,
-}
-/// Stand-in until the formats crate has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "stand-in")]
-pub enum Layout {
-    ContiguousLeV1,
-    RowSplitK128V1,
-    BlockScaleK16M128x4V1,
-    BlockScaleK16V1,
-    RowScaleV1,
-    TensorScaleV1,
-    Block128ScaleV1,
-    Fp8ExpertBlock128V1,
-    RowScaleK32V1,
-    Nvfp4ExpertRg16V1,
-    RawBytesV1,
 }

@@ -93,6 +93,12 @@ impl RowRounder {
         Some(h >> (64 - self.target.dropped()))
     }
 
+    /// The noise source of an FP32 target, for loops that vectorise; `None` rounds to nearest.
+    pub fn f32_noise(&self) -> Option<Noise> {
+        debug_assert!(self.target == Target::F32);
+        self.key.map(Noise)
+    }
+
     /// Rounds an exact f64.
     #[inline]
     pub fn exact(&self, element: usize, v: f64) -> f32 {
@@ -137,6 +143,24 @@ impl RowRounder {
             inner
         };
         chosen as f32
+    }
+}
+
+/// Noise of one row with an FP32 target.
+#[derive(Clone, Copy, Debug)]
+pub struct Noise(u64);
+
+impl Noise {
+    /// Stochastic rounding of `v` known to within `bound`, without branches; `false` where [`RowRounder::round`] must decide.
+    #[inline(always)]
+    pub fn cut(self, element: usize, v: f64, bound: f64) -> (f32, bool) {
+        const CUT: u32 = Target::F32.dropped();
+        const MASK: u64 = !((1 << CUT) - 1);
+        let noise = mix(self.0.wrapping_add((element as u64).wrapping_mul(GAMMA))) >> (64 - CUT);
+        let a = (v - bound).to_bits().wrapping_add(noise) & MASK;
+        let b = (v + bound).to_bits().wrapping_add(noise) & MASK;
+        let normal = v.abs() >= f64::from(f32::MIN_POSITIVE) * 2.0 || (v == 0.0 && bound == 0.0);
+        (f64::from_bits(a) as f32, a == b && normal)
     }
 }
 

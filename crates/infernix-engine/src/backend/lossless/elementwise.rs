@@ -1,0 +1,295 @@
+//! Embedding, norms, linears, residuals, gates, hyper-connections, and the gated n-gram value.
+
+use super::gemm::Products;
+use super::{Lossless, Mat, U, Weight, decode};
+use crate::backend::{Activation, At, Boundary, NormSpec, Op, Tokens};
+use crate::ngram::NgramTicket;
+use crate::numerics::a8;
+use crate::numerics::dd::{Dd, Real};
+use crate::numerics::round::Target;
+use std::cell::OnceCell;
+
+/// `1 / sqrt(mean(x^2) + eps)`; within `(n/2 + 3)` units in f64.
+pub(super) fn inverse_rms<R: Real>(x: &[f32], eps: f64) -> R {
+    let mut s = R::of(0.0);
+    for v in x {
+        s = s + R::of(f64::from(*v) * f64::from(*v));
+    }
+    R::of(1.0) / (s / R::of(x.len() as f64) + R::of(eps)).sqrt()
+}
+
+impl Lossless {
+    pub(super) fn embedding(&mut self, table: &Weight, tokens: Tokens, at: At<'_>) -> Mat {
+        let lanes = &self.state().meta().lanes;
+        let ids: Vec<u32> = lanes
+            .iter()
+            .flat_map(|l| if tokens == Tokens::Next { &l.next_ids } else { &l.ids })
+            .copied()
+            .collect();
+        let width = table.data.shape.last().map_or(0, |k| *k as usize);
+        let rows = table.data.shape.first().copied().unwrap_or(0);
+        self.map_rows(ids.len(), width, at, |t, r, out| {
+            let id = u64::from(ids[t]).min(rows.saturating_sub(1));
+            let Ok(e) = decode::parent_rows(&table.data, id..id + 1) else { return };
+            let d = e.divisor[0];
+            for (i, v) in e.values.iter().enumerate() {
+                let bound = if d == 1.0 { 0.0 } else { U * (v / d).abs() };
+                out[i] = r.round(i, v / d, bound, || Dd::of(*v) / Dd::of(d));
+            }
+        })
+    }
+
+    pub(super) fn rms_norm(&self, x: &Mat, w: &Weight, spec: NormSpec, at: At<'_>) -> Mat {
+        let w = w.values();
+        let d = x.width / spec.groups;
+        let one = if spec.zero_centred { 1.0 } else { 0.0 };
+        self.map_rows(x.rows, x.width, at, |t, r, out| {
+            for (g, x) in x.row(t).chunks_exact(d).enumerate() {
+                let n = inverse_rms::<f64>(x, spec.eps);
+                let exact = OnceCell::new();
+                for (i, v) in x.iter().enumerate() {
+                    let e = g * d + i;
+                    let (v, weight) = (f64::from(*v), w[e % w.len()]);
+                    let y = v * (one + weight) * n;
+                    out[e] = r.round(e, y, U * y.abs() * (d as f64 + 8.0), || {
+                        let n = *exact.get_or_init(|| inverse_rms::<Dd>(x, spec.eps));
+                        Dd::of(v) * (Dd::of(one) + Dd::of(weight)) * n
+                    });
+                }
+            }
+        })
+    }
+
+    pub(super) fn linear_op(&self, x: &Mat, w: &Weight, out: Boundary, at: At<'_>) -> Mat {
+        let packed = w.packed();
+        let groups = x.width / packed.k;
+        let mut wide = x.wide();
+        if w.spec.activation == Activation::A8 {
+            wide.chunks_exact_mut(packed.k).for_each(a8::quantise_in_place);
+        }
+        let p = Products::new(&packed, &wide);
+        let n = p.n();
+        self.map_rows_as(self.target(out), x.rows, groups * n, at, |t, r, out| {
+            for (e, o) in out.iter_mut().enumerate() {
+                let (row, i) = (t * groups + e / n, e % n);
+                let (v, b) = p.get(row, i);
+                *o = r.round(e, v, b, || p.exact(row, i));
+            }
+        })
+    }
+
+    pub(super) fn residual_add(&self, x: &mut Mat, y: &Mat, at: At<'_>) {
+        let sum = self.map_rows(x.rows, x.width, at, |t, r, out| {
+            let (x, y) = (x.row(t), y.row(t));
+            for (e, o) in out.iter_mut().enumerate() {
+                let (a, b) = (f64::from(x[e]), f64::from(y[e % y.len()]));
+                *o = r.round(e, a + b, U * (a + b).abs(), || Dd::of(a) + Dd::of(b));
+            }
+        });
+        x.data = sum.data;
+    }
+
+    pub(super) fn sigmoid_gate(&self, o: &Mat, gate: &Mat, at: At<'_>) -> Mat {
+        self.map_rows(o.rows, o.width, at, |t, r, out| {
+            for (e, (o, g)) in o.row(t).iter().zip(gate.row(t)).enumerate() {
+                let (o, g) = (f64::from(*o), f64::from(*g));
+                let y = o * g.sigmoid();
+                out[e] = r.round(e, y, 8.0 * U * y.abs(), || Dd::of(o) * Dd::of(g).sigmoid());
+            }
+        })
+    }
+
+    pub(super) fn silu_times(&self, gate: &Mat, up: &Mat, at: At<'_>) -> Mat {
+        self.map_rows(gate.rows, gate.width, at, |t, r, out| {
+            for (e, (g, u)) in gate.row(t).iter().zip(up.row(t)).enumerate() {
+                let (g, u) = (f64::from(*g), f64::from(*u));
+                let y = g.silu() * u;
+                out[e] = r.round(e, y, 8.0 * U * y.abs(), || Dd::of(g).silu() * Dd::of(u));
+            }
+        })
+    }
+
+    // ---- hyper-connections ---------------------------------------------------------------------------------
+
+    pub(super) fn mixer_down(&self, normed: &Mat, w: &Weight, streams: usize, at: At<'_>) -> Mat {
+        let n = streams as f64;
+        self.product_map(
+            normed,
+            w,
+            self.act(),
+            at,
+            |v, b| {
+                let y = (v / n).silu();
+                (y, 1.1 * b / n + 8.0 * U * (y.abs() + (v / n).abs()))
+            },
+            |d| (d / Dd::of(n)).silu(),
+        )
+    }
+
+    pub(super) fn mixer_factor(&self, normed: &Mat, w: &Weight, streams: usize, at: At<'_>) -> Mat {
+        let n = streams as f64;
+        self.product_map(
+            normed,
+            w,
+            Target::F32,
+            at,
+            |v, b| {
+                let y = 2.0 * (v / n).sigmoid();
+                (y, 0.5 * b / n + 8.0 * U * (y + (v / n).abs() * y))
+            },
+            |d| Dd::of(2.0) * (d / Dd::of(n)).sigmoid(),
+        )
+    }
+
+    /// A linear whose rounded output is a function of the exact product.
+    fn product_map(
+        &self,
+        x: &Mat,
+        w: &Weight,
+        target: Target,
+        at: At<'_>,
+        fast: impl Fn(f64, f64) -> (f64, f64) + Sync,
+        exact: impl Fn(Dd) -> Dd + Sync,
+    ) -> Mat {
+        let (packed, wide) = (w.packed(), x.wide());
+        let p = Products::new(&packed, &wide);
+        self.map_rows_as(target, x.rows, p.n(), at, |t, r, out| {
+            for (i, o) in out.iter_mut().enumerate() {
+                let (v, b) = p.get(t, i);
+                let (v, b) = fast(v, b);
+                *o = r.round(i, v, b, || exact(p.exact(t, i)));
+            }
+        })
+    }
+
+    pub(super) fn mixer_up(&self, normed: &Mat, m: &Mat, w: &Weight, streams: usize, at: At<'_>) -> Mat {
+        let (packed, wide) = (w.packed(), m.wide());
+        let p = Products::new(&packed, &wide);
+        let h = normed.width / streams;
+        self.map_rows(normed.rows, h, at, |t, r, out| {
+            let x = normed.row(t);
+            for (i, o) in out.iter_mut().enumerate() {
+                let (mut sum, mut bound) = (0.0, 0.0);
+                for s in 0..streams {
+                    let (v, b) = p.get(t, s * h + i);
+                    let g = v.sigmoid();
+                    let n = f64::from(x[s * h + i]);
+                    sum += g * n;
+                    bound += n.abs() * (0.25 * b + 12.0 * U * g);
+                }
+                let n = streams as f64;
+                *o = r.round(i, sum / n, bound / n + U * (sum / n).abs(), || {
+                    let mut sum = Dd::ZERO;
+                    for s in 0..streams {
+                        sum = sum + p.exact(t, s * h + i).sigmoid() * Dd::of(f64::from(x[s * h + i]));
+                    }
+                    sum / Dd::of(n)
+                });
+            }
+        })
+    }
+
+    pub(super) fn mixer_inject(&self, r: &mut Mat, y: &Mat, factor: &Mat, at: At<'_>) {
+        let h = y.width;
+        let sum = self.map_rows(r.rows, r.width, at, |t, round, out| {
+            let (x, y, b) = (r.row(t), y.row(t), factor.row(t));
+            for (e, o) in out.iter_mut().enumerate() {
+                // The product of a BF16 and an FP32 value is exact; of two FP32 values too.
+                let (x, p) = (f64::from(x[e]), f64::from(b[e / h]) * f64::from(y[e % h]));
+                *o = round.round(e, x + p, U * (x + p).abs(), || Dd::of(x) + Dd::of(p));
+            }
+        });
+        r.data = sum.data;
+    }
+
+    // ---- n-gram embedding ----------------------------------------------------------------------------------
+
+    pub(super) fn table_rows(&mut self, tickets: &[NgramTicket], at: At<'_>) -> Mat {
+        let mut data = Vec::new();
+        let mut width = 0;
+        let mut failed = Vec::new();
+        for (l, ticket) in tickets.iter().enumerate() {
+            match ticket.wait() {
+                Ok(rows) => {
+                    width = rows.len() / self.state().lane_rows(l).len().max(1);
+                    data.push((l, rows));
+                }
+                Err(e) => failed.push((l, e.to_string())),
+            }
+        }
+        if width == 0 {
+            width = 1;
+        }
+        let mut all = Mat::new(at.rows.len(), width);
+        for (l, rows) in data {
+            let r = self.state().lane_rows(l);
+            if rows.len() == r.len() * width {
+                all.data[r.start * width..r.end * width].copy_from_slice(&rows);
+            } else {
+                failed.push((l, format!("{} table values for {} columns of {width}", rows.len(), r.len())));
+            }
+        }
+        for (l, cause) in failed {
+            self.state_mut().fail(l, cause);
+        }
+        self.map_rows(all.rows, width, at, |t, r, out| {
+            for (e, v) in all.row(t).iter().enumerate() {
+                out[e] = r.exact(e, f64::from(*v));
+            }
+        })
+    }
+
+    pub(super) fn gated_value(&self, key: &Mat, query: &Mat, value: &Mat, streams: usize, at: At<'_>) -> Mat {
+        let h = value.width;
+        let root = (h as f64).sqrt();
+        let score_at = at.op(Op::PleScore);
+        self.map_rows(key.rows, key.width, at, |t, r, out| {
+            let rs = self.rounder_as(Target::F32, score_at, t);
+            for s in 0..streams {
+                let span = s * h..(s + 1) * h;
+                let (k, q) = (&key.row(t)[span.clone()], &query.row(t)[span.clone()]);
+                let (mut dot, mut size) = (0.0, 0.0);
+                for (k, q) in k.iter().zip(q) {
+                    let p = f64::from(*k) * f64::from(*q);
+                    dot += p;
+                    size += p.abs();
+                }
+                let a = dot / root;
+                let y = signed_sqrt::<f64>(a);
+                // d sqrt(|a|) = da / (2 sqrt(|a|)), and |a| >= 1e-6 where it varies.
+                let bound =
+                    U * (h as f64 + 4.0) * size / root / (2.0 * y.abs().max(1e-3)) + 3.0 * U * y.abs();
+                let score = f64::from(rs.round(s, y, bound, || {
+                    let mut dot = Dd::ZERO;
+                    for (k, q) in k.iter().zip(q) {
+                        dot = dot + Dd::of(f64::from(*k) * f64::from(*q));
+                    }
+                    signed_sqrt(dot / Dd::of(h as f64).sqrt())
+                }));
+                let g = score.sigmoid();
+                for (i, o) in out[span].iter_mut().enumerate() {
+                    let v = f64::from(value.row(t)[i]);
+                    *o = r.round(s * h + i, g * v, 8.0 * U * (g * v).abs(), || {
+                        Dd::of(score).sigmoid() * Dd::of(v)
+                    });
+                }
+            }
+        })
+    }
+}
+
+/// `sign(a) sqrt(max(|a|, 1e-6))`, 0 at 0.
+fn signed_sqrt<R: Real>(a: R) -> R {
+    let v = a.to_f64();
+    if v == 0.0 {
+        return R::of(0.0);
+    }
+    let m = if v.abs() < 1e-6 {
+        R::of(1e-6)
+    } else if v < 0.0 {
+        -a
+    } else {
+        a
+    };
+    if v < 0.0 { -m.sqrt() } else { m.sqrt() }
+}

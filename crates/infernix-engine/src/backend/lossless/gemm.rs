@@ -1,0 +1,191 @@
+//! Products in f64 with a bound on their error, and exactly where the bound does not decide.
+//!
+//! Under BF16 boundaries every product `w x` is exact in f64, so only the summation errs:
+//! `|error| <= (K + 4) 2^-53 |w| |x|` by Cauchy-Schwarz (the 4 covers products that do round, the divisor and the
+//! norms' own errors).
+
+use super::decode::Exact;
+use crate::numerics::dd::{Dd, Real};
+use rayon::prelude::*;
+
+/// Outputs computed together.
+const NT: usize = 16;
+/// Rows computed together.
+const RT: usize = 4;
+
+/// Weight words as numbers, `[tile of 16 rows][k][16]`, zero-padded.
+enum Tiles {
+    /// All values fit FP32.
+    F32(Vec<f32>),
+    F64(Vec<f64>),
+}
+
+/// A matrix ready for products.
+pub(super) struct Packed {
+    pub n: usize,
+    pub k: usize,
+    tiles: Tiles,
+    divisor: Vec<f64>,
+    /// Euclidean norm of each row, divisor included.
+    norm: Vec<f64>,
+}
+
+impl Packed {
+    pub(super) fn new(exact: &Exact) -> Packed {
+        let k = exact.k.max(1);
+        let n = exact.values.len() / k;
+        let len = n.div_ceil(NT) * k * NT;
+        let place = |put: &mut dyn FnMut(usize, f64)| {
+            for (r, row) in exact.values.chunks_exact(k).enumerate() {
+                let base = r / NT * k * NT + r % NT;
+                row.iter().enumerate().for_each(|(j, v)| put(base + j * NT, *v));
+            }
+        };
+        let fits = exact.values.iter().all(|v| f64::from(*v as f32) == *v);
+        let tiles = if fits {
+            let mut t = vec![0f32; len];
+            place(&mut |i, v| t[i] = v as f32);
+            Tiles::F32(t)
+        } else {
+            let mut t = vec![0f64; len];
+            place(&mut |i, v| t[i] = v);
+            Tiles::F64(t)
+        };
+        let norm = exact
+            .values
+            .chunks_exact(k)
+            .zip(&exact.divisor)
+            .map(|(row, d)| row.iter().map(|v| v * v).sum::<f64>().sqrt() / d.abs())
+            .collect();
+        Packed { n, k, tiles, divisor: exact.divisor.clone(), norm }
+    }
+
+    /// Bytes held.
+    pub(super) fn bytes(&self) -> usize {
+        16 * self.n
+            + match &self.tiles {
+                Tiles::F32(t) => 4 * t.len(),
+                Tiles::F64(t) => 8 * t.len(),
+            }
+    }
+
+    /// Numerator of one element.
+    pub(super) fn at(&self, n: usize, k: usize) -> f64 {
+        let i = n / NT * self.k * NT + k * NT + n % NT;
+        match &self.tiles {
+            Tiles::F32(t) => f64::from(t[i]),
+            Tiles::F64(t) => t[i],
+        }
+    }
+
+    /// `sum_k w[n, k] x[k]` to about 2^-100 relative to the sum of magnitudes.
+    pub(super) fn exact(&self, n: usize, x: &[f64]) -> Dd {
+        let mut s = Dd::ZERO;
+        for (k, v) in x.iter().enumerate() {
+            s = s + Dd::product(self.at(n, k), *v);
+        }
+        if self.divisor[n] == 1.0 { s } else { s / Dd::of(self.divisor[n]) }
+    }
+}
+
+/// All products of a matrix with rows of x, unrounded.
+pub(super) struct Products<'a> {
+    w: &'a Packed,
+    /// `[T, K]`.
+    x: &'a [f64],
+    /// `[T, N]`.
+    pub y: Vec<f64>,
+    xnorm: Vec<f64>,
+}
+
+impl<'a> Products<'a> {
+    /// `x [T, K]`.
+    pub(super) fn new(w: &'a Packed, x: &'a [f64]) -> Self {
+        let t = x.len() / w.k;
+        let mut y = vec![0f64; t * w.n];
+        let columns: Vec<(usize, Vec<f64>)> = (0..w.n.div_ceil(NT))
+            .into_par_iter()
+            .with_min_len((1 << 15) / (w.k * t.max(1) * NT / 16 + 1) + 1)
+            .map(|tile| (tile, tile_products(w, tile, x, t)))
+            .collect();
+        for (tile, out) in columns {
+            let n = tile * NT..(tile * NT + NT).min(w.n);
+            for (row, o) in y.chunks_exact_mut(w.n).zip(out.chunks_exact(NT)) {
+                row[n.clone()].copy_from_slice(&o[..n.len()]);
+            }
+        }
+        for row in y.chunks_exact_mut(w.n) {
+            for (v, d) in row.iter_mut().zip(&w.divisor) {
+                if *d != 1.0 {
+                    *v /= d;
+                }
+            }
+        }
+        let xnorm = x.chunks_exact(w.k).map(|r| r.iter().map(|v| v * v).sum::<f64>().sqrt()).collect();
+        Products { w, x, y, xnorm }
+    }
+
+    /// Outputs a row.
+    pub(super) fn n(&self) -> usize {
+        self.w.n
+    }
+
+    /// Value and error bound.
+    pub(super) fn get(&self, t: usize, n: usize) -> (f64, f64) {
+        let v = self.y[t * self.w.n + n];
+        let c = (self.w.k + 4) as f64 * (f64::EPSILON / 2.0) * 1.01;
+        (v, c * self.xnorm[t] * self.w.norm[n])
+    }
+
+    /// Double-double value.
+    pub(super) fn exact(&self, t: usize, n: usize) -> Dd {
+        self.w.exact(n, &self.x[t * self.w.k..(t + 1) * self.w.k])
+    }
+}
+
+fn tile_products(w: &Packed, tile: usize, x: &[f64], t: usize) -> Vec<f64> {
+    let mut out = vec![0f64; t * NT];
+    let span = tile * w.k * NT..(tile + 1) * w.k * NT;
+    match &w.tiles {
+        Tiles::F32(v) => super::simd::products(&v[span], x, w.k, &mut out),
+        Tiles::F64(v) => super::simd::products(&v[span], x, w.k, &mut out),
+    }
+    out
+}
+
+/// Sums `x[t, k] w[k, n]` over k for all rows; `out [T, 16]`. Written to vectorise; `FMA` where the target has it.
+#[inline(always)]
+pub(super) fn kernel<W: Copy + Into<f64>, const FMA: bool>(w: &[W], x: &[f64], k: usize, out: &mut [f64]) {
+    let mut rows = x.chunks_exact(RT * k);
+    let mut outs = out.chunks_exact_mut(RT * NT);
+    for (x, out) in (&mut rows).zip(&mut outs) {
+        let mut acc = [[0f64; NT]; RT];
+        let (x0, rest) = x.split_at(k);
+        let (x1, rest) = rest.split_at(k);
+        let (x2, x3) = rest.split_at(k);
+        for ((((w, a), b), c), d) in w.chunks_exact(NT).zip(x0).zip(x1).zip(x2).zip(x3) {
+            for j in 0..NT {
+                let v: f64 = w[j].into();
+                acc[0][j] = madd::<FMA>(*a, v, acc[0][j]);
+                acc[1][j] = madd::<FMA>(*b, v, acc[1][j]);
+                acc[2][j] = madd::<FMA>(*c, v, acc[2][j]);
+                acc[3][j] = madd::<FMA>(*d, v, acc[3][j]);
+            }
+        }
+        out.copy_from_slice(acc.as_flattened());
+    }
+    for (x, out) in rows.remainder().chunks_exact(k).zip(outs.into_remainder().chunks_exact_mut(NT)) {
+        let mut acc = [0f64; NT];
+        for (w, a) in w.chunks_exact(NT).zip(x) {
+            for j in 0..NT {
+                acc[j] = madd::<FMA>(*a, w[j].into(), acc[j]);
+            }
+        }
+        out.copy_from_slice(&acc);
+    }
+}
+
+#[inline(always)]
+pub(super) fn madd<const FMA: bool>(a: f64, b: f64, c: f64) -> f64 {
+    if FMA { a.mul_add(b, c) } else { a * b + c }
+}

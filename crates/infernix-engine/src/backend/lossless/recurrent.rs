@@ -1,0 +1,414 @@
+//! Convolutions and the gated delta rule.
+
+use super::{Lossless, Mat, U};
+use crate::backend::{At, GateKind, GdnDims, Op, RowKey, Site, StateId};
+use crate::numerics::dd::{Dd, Real};
+use crate::numerics::round::{RowRounder, Target};
+use crate::state::{ConvKind, GdnRecord};
+use rayon::prelude::*;
+use std::cell::OnceCell;
+
+/// `silu(sum_j w[c, j] window[(t + j * dilation), c])` as value and bound; window starts `(taps - 1) * dilation` columns
+/// before the first output.
+fn conv_at<R: Real>(
+    window: &[f32],
+    width: usize,
+    w: &[f64],
+    c: usize,
+    t: usize,
+    dilation: usize,
+) -> (R, f64) {
+    let (mut sum, mut size) = (R::of(0.0), 0.0);
+    for (j, w) in w.iter().enumerate() {
+        let x = f64::from(window[(t + j * dilation) * width + c]);
+        sum = sum + R::of(*w) * R::of(x);
+        size += (w * x).abs();
+    }
+    let y = sum.silu();
+    // |silu'| <= 1.1.
+    (y, U * (1.1 * (w.len() + 2) as f64 * size + 6.0 * y.to_f64().abs()))
+}
+
+impl Lossless {
+    /// Windows of all lanes: (first row, window).
+    fn windows(&mut self, kind: ConvKind, id: StateId, x: &Mat) -> Vec<(usize, Vec<f32>)> {
+        let lanes = self.state().meta().lanes.len();
+        (0..lanes)
+            .map(|l| {
+                let r = self.state().lane_rows(l);
+                let columns = &x.data[r.start * x.width..r.end * x.width];
+                (r.start, self.state_mut().conv_window(kind, id, l, columns))
+            })
+            .collect()
+    }
+
+    pub(super) fn conv(&mut self, id: StateId, x: &Mat, w: &super::Weight, at: At<'_>) -> Mat {
+        let windows = self.windows(ConvKind::Gdn, id, x);
+        let (width, taps) = (x.width, w.k());
+        let mut out = Mat::new(x.rows, width);
+        for (first, window) in &windows {
+            let n = window.len() / width + 1 - taps;
+            out.data[first * width..(first + n) * width].par_chunks_mut(width).enumerate().for_each(
+                |(t, out)| {
+                    let r = self.rounder(at, first + t);
+                    for (c, o) in out.iter_mut().enumerate() {
+                        let w = w.row(c);
+                        let (v, b) = conv_at::<f64>(window, width, w, c, t, 1);
+                        *o = r.round(c, v, b, || conv_at::<Dd>(window, width, w, c, t, 1).0);
+                    }
+                },
+            );
+        }
+        out
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of the operation")]
+    pub(super) fn ple_convolution(
+        &mut self,
+        id: StateId,
+        r: &mut Mat,
+        v: &Mat,
+        c: &Mat,
+        w: &super::Weight,
+        dilation: usize,
+        at: At<'_>,
+    ) {
+        let windows = self.windows(ConvKind::Ple, id, c);
+        let width = c.width;
+        let skip = (w.k() - 1) * dilation;
+        for (first, window) in &windows {
+            let n = window.len() / width - skip;
+            let rows = first * width..(first + n) * width;
+            r.data[rows].par_chunks_mut(width).enumerate().for_each(|(t, out)| {
+                let round = self.rounder(at, first + t);
+                let v = &v.data[(first + t) * width..];
+                for (e, o) in out.iter_mut().enumerate() {
+                    let (x, v, w) = (f64::from(*o), f64::from(v[e]), w.row(e));
+                    let (s, b) = conv_at::<f64>(window, width, w, e, t, dilation);
+                    let y = x + v + s;
+                    let b = b + U * 3.0 * (x.abs() + v.abs() + s.abs());
+                    *o = round.round(e, y, b, || {
+                        Dd::of(x) + Dd::of(v) + conv_at::<Dd>(window, width, w, e, t, dilation).0
+                    });
+                }
+            });
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of the operation")]
+    pub(super) fn delta_rule(
+        &mut self,
+        id: StateId,
+        u: &Mat,
+        a: &Mat,
+        b: &Mat,
+        a_log: &super::Weight,
+        dt_bias: &super::Weight,
+        at: At<'_>,
+    ) -> Mat {
+        let dims = self.state().layout().gdn[id];
+        let nv = dims.value_heads;
+        let (al, dt) = (a_log.values(), dt_bias.values());
+        let (mut g, mut beta) = (Mat::new(a.rows, nv), Mat::new(a.rows, nv));
+        for t in 0..a.rows {
+            let rg = self.rounder_as(Target::F32, at.op(Op::GdnDecay), t);
+            let rb = self.rounder_as(Target::F32, at.op(Op::GdnBeta), t);
+            for h in 0..nv {
+                let x = f64::from(a.data[t * nv + h]);
+                let v = decay::<f64>(al[h], dt[h], x);
+                let bound = U * v.abs() * (12.0 + 2.0 * (x.abs() + dt[h].abs()) + 2.0 * al[h].abs());
+                g.data[t * nv + h] = rg.round(h, v, bound, || decay::<Dd>(al[h], dt[h], x));
+                let x = f64::from(b.data[t * nv + h]);
+                let v = x.sigmoid();
+                beta.data[t * nv + h] = rb.round(h, v, 6.0 * U * v, || Dd::of(x).sigmoid());
+            }
+        }
+        self.state_mut().gdn_record(id, at.rows, &u.data, &g.data, &beta.data);
+        let mut out = Mat::new(u.rows, nv * dims.value_dim);
+        let run = Run {
+            dims,
+            u: &u.data,
+            g: &g.data,
+            beta: &beta.data,
+            keys: at.rows,
+            layer: at.site.layer,
+            act: self.act(),
+            rounding: self.options.rounding,
+        };
+        let mut lanes = self.state_mut().gdn_lanes(id);
+        let head = dims.key_dim * dims.value_dim;
+        let heads: Vec<(usize, std::ops::Range<usize>, &mut [f32])> = lanes
+            .iter_mut()
+            .flat_map(|l| {
+                let rows = l.rows.clone();
+                l.s.chunks_exact_mut(head).enumerate().map(move |(h, s)| (h, rows.clone(), s))
+            })
+            .collect();
+        let done: Vec<_> =
+            heads.into_par_iter().map(|(h, rows, s)| (h, rows.start, run.head(h, rows, s))).collect();
+        let dv = dims.value_dim;
+        for (h, first, o) in done {
+            for (t, o) in o.chunks_exact(dv).enumerate() {
+                let i = ((first + t) * nv + h) * dv;
+                out.data[i..i + dv].copy_from_slice(o);
+            }
+        }
+        out
+    }
+
+    /// Advances S over the first n recorded columns.
+    pub(super) fn replay(&self, dims: GdnDims, layer: u16, s: &mut [f32], record: &GdnRecord, n: usize) {
+        let run = Run {
+            dims,
+            u: &record.u,
+            g: &record.g,
+            beta: &record.beta,
+            keys: &record.keys,
+            layer,
+            act: self.act(),
+            rounding: self.options.rounding,
+        };
+        s.par_chunks_exact_mut(dims.key_dim * dims.value_dim).enumerate().for_each(|(h, s)| {
+            run.head(h, 0..n, s);
+        });
+    }
+
+    pub(super) fn gated_norm(
+        &self,
+        o: &Mat,
+        z: &Mat,
+        w: &super::Weight,
+        kind: GateKind,
+        eps: f64,
+        at: At<'_>,
+    ) -> Mat {
+        let w = w.values();
+        let d = w.len();
+        self.map_rows(o.rows, o.width, at, |t, r, out| {
+            let (o, z) = (o.row(t), z.row(t));
+            for h in 0..o.len() / d {
+                let x = &o[h * d..(h + 1) * d];
+                let n = super::elementwise::inverse_rms::<f64>(x, eps);
+                let exact = OnceCell::new();
+                for i in 0..d {
+                    let (e, z) = (h * d + i, f64::from(z[h * d + i]));
+                    let x = f64::from(x[i]);
+                    let v = x * w[i] * n * gate::<f64>(kind, z);
+                    out[e] = r.round(e, v, U * v.abs() * (d as f64 + 20.0), || {
+                        let n = *exact.get_or_init(|| {
+                            super::elementwise::inverse_rms::<Dd>(&o[h * d..(h + 1) * d], eps)
+                        });
+                        Dd::product(x, w[i]) * n * gate::<Dd>(kind, z)
+                    });
+                }
+            }
+        })
+    }
+}
+
+fn gate<R: Real>(kind: GateKind, z: f64) -> R {
+    match kind {
+        GateKind::Silu => R::of(z).silu(),
+        GateKind::Sigmoid => R::of(z).sigmoid(),
+    }
+}
+
+fn decay<R: Real>(a_log: f64, dt_bias: f64, a: f64) -> R {
+    -R::of(a_log).exp() * (R::of(a) + R::of(dt_bias)).softplus()
+}
+
+/// Operands of a recurrence over some rows.
+struct Run<'a> {
+    dims: GdnDims,
+    u: &'a [f32],
+    g: &'a [f32],
+    beta: &'a [f32],
+    keys: &'a [RowKey],
+    layer: u16,
+    act: Target,
+    rounding: crate::numerics::round::Rounding,
+}
+
+/// One token of one head, interior values in f64, and the formula of a new state element in double-double.
+pub(super) struct Token<'a> {
+    pub alpha: f64,
+    pub beta: f64,
+    pub q: &'a [f64],
+    pub k: &'a [f64],
+    pub v: &'a [f64],
+    pub round: RowRounder,
+    /// Element number of S[0, 0] of this head.
+    pub element: usize,
+    /// `(old S, i, j)`.
+    pub exact: &'a dyn Fn(&[f32], usize, usize) -> Dd,
+}
+
+fn inverse_length<R: Real>(x: &[f32]) -> R {
+    let mut s = R::of(0.0);
+    for v in x {
+        s = s + R::of(f64::from(*v) * f64::from(*v));
+    }
+    R::of(1.0) / (s + R::of(1e-6)).sqrt()
+}
+
+impl Run<'_> {
+    /// Runs head `h` over rows; outputs rounded `[rows, dv]`.
+    fn head(&self, h: usize, rows: std::ops::Range<usize>, s: &mut [f32]) -> Vec<f32> {
+        let GdnDims { key_heads, value_heads, key_dim: dk, value_dim: dv, .. } = self.dims;
+        let channels = self.dims.channels();
+        let kh = h / (value_heads / key_heads);
+        let mut out = vec![0f32; rows.len() * dv];
+        let mut scratch = Scratch::new(s, dv);
+        let wide = |x: &[f32], f: f64| x.iter().map(|v| f64::from(*v) * f).collect::<Vec<_>>();
+        for (t, out) in rows.zip(out.chunks_exact_mut(dv)) {
+            let u = &self.u[t * channels..(t + 1) * channels];
+            let q = &u[kh * dk..(kh + 1) * dk];
+            let k = &u[(key_heads + kh) * dk..(key_heads + kh + 1) * dk];
+            let v = &u[2 * key_heads * dk + h * dv..][..dv];
+            let (g, beta) =
+                (f64::from(self.g[t * value_heads + h]), f64::from(self.beta[t * value_heads + h]));
+            let site = |op| Site { layer: self.layer, op };
+            // Lazily, in double-double: alpha, 1 / |k|.
+            let precise = OnceCell::new();
+            let exact = |old: &[f32], i: usize, j: usize| {
+                let (alpha, kn) = *precise.get_or_init(|| (Dd::of(g).exp(), inverse_length::<Dd>(k)));
+                let mut kv = Dd::ZERO;
+                for (i, k) in k.iter().enumerate() {
+                    kv = kv + Dd::of(f64::from(old[i * dv + j]) * f64::from(*k));
+                }
+                let delta = Dd::of(beta) * (Dd::of(f64::from(v[j])) - alpha * kn * kv);
+                alpha * Dd::of(f64::from(old[i * dv + j])) + Dd::of(f64::from(k[i])) * kn * delta
+            };
+            let qn = inverse_length::<f64>(q) / (dk as f64).sqrt();
+            let token = Token {
+                alpha: g.exp(),
+                beta,
+                q: &wide(q, qn),
+                k: &wide(k, inverse_length::<f64>(k)),
+                v: &wide(v, 1.0),
+                round: RowRounder::new(self.rounding, Target::F32, site(Op::GdnState), self.keys[t]),
+                element: h * dk * dv,
+                exact: &exact,
+            };
+            super::simd::step(s, &token, &mut scratch);
+            let round = RowRounder::new(self.rounding, self.act, site(Op::GdnOut), self.keys[t]);
+            let qlen = token.q.iter().map(|v| v * v).sum::<f64>().sqrt();
+            for (j, o) in out.iter_mut().enumerate() {
+                let bound = U * (2.0 * dk as f64 + 10.0) * qlen * scratch.square[j].sqrt();
+                *o = round.round(h * dv + j, scratch.o[j], bound, || {
+                    let qn = inverse_length::<Dd>(q) / Dd::of(dk as f64).sqrt();
+                    let mut sum = Dd::ZERO;
+                    for (i, q) in q.iter().enumerate() {
+                        sum = sum + Dd::of(f64::from(s[i * dv + j]) * f64::from(*q));
+                    }
+                    sum * qn
+                });
+            }
+        }
+        out
+    }
+}
+
+/// Buffers of one head.
+pub(super) struct Scratch {
+    /// State before the token.
+    old: Vec<f32>,
+    /// `sum_i S[i, j]^2`, of the state before a token on entry and after it on exit.
+    square: Vec<f64>,
+    kv: Vec<f64>,
+    delta: Vec<f64>,
+    /// Bound on the error of delta's contribution, per unit of k.
+    slack: Vec<f64>,
+    /// `S^T q`, unrounded.
+    o: Vec<f64>,
+}
+
+impl Scratch {
+    fn new(s: &[f32], dv: usize) -> Self {
+        let mut square = vec![0.0; dv];
+        for row in s.chunks_exact(dv) {
+            row.iter().zip(&mut square).for_each(|(v, q)| *q += f64::from(*v) * f64::from(*v));
+        }
+        let z = || vec![0.0; dv];
+        Scratch { old: s.to_vec(), square, kv: z(), delta: z(), slack: z(), o: z() }
+    }
+}
+
+/// One token: `S <- fl32(alpha S + k delta)`, `o = S^T q`. Loops over columns vectorise.
+#[inline(always)]
+pub(super) fn step<const FMA: bool>(s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
+    use super::gemm::madd;
+    let dv = token.v.len();
+    let Scratch { old, square, kv, delta, slack, o } = scratch;
+    old.copy_from_slice(s);
+    kv.fill(0.0);
+    for (row, k) in old.chunks_exact(dv).zip(token.k) {
+        for (kv, s) in kv.iter_mut().zip(row) {
+            *kv = madd::<FMA>(f64::from(*s), *k, *kv);
+        }
+    }
+    // |k| <= 1. k carries up to (dk/2 + 3) units, the sum dk, alpha 2.
+    let units = U * (2.0 * token.k.len() as f64 + 12.0);
+    for j in 0..dv {
+        delta[j] = token.beta * (token.v[j] - token.alpha * kv[j]);
+        slack[j] = units * (token.beta.abs() * token.alpha * square[j].sqrt() + delta[j].abs());
+    }
+    o.fill(0.0);
+    square.fill(0.0);
+    let noise = token.round.f32_noise();
+    for (i, (row, before)) in s.chunks_exact_mut(dv).zip(old.chunks_exact(dv)).enumerate() {
+        let (k, q) = (token.k[i], token.q[i]);
+        let size = k.abs();
+        let mut unsure = false;
+        match noise {
+            None => {
+                for j in 0..dv {
+                    let kept = token.alpha * f64::from(before[j]);
+                    let v = madd::<FMA>(k, delta[j], kept);
+                    let b = madd::<FMA>(size, slack[j], 6.0 * U * (kept.abs() + v.abs()));
+                    let (lo, hi) = ((v - b) as f32, (v + b) as f32);
+                    unsure |= lo != hi;
+                    row[j] = lo;
+                }
+            }
+            Some(noise) => {
+                for j in 0..dv {
+                    let kept = token.alpha * f64::from(before[j]);
+                    let v = madd::<FMA>(k, delta[j], kept);
+                    let b = madd::<FMA>(size, slack[j], 6.0 * U * (kept.abs() + v.abs()));
+                    let (value, sure) = noise.cut(token.element + i * dv + j, v, b);
+                    unsure |= !sure;
+                    row[j] = value;
+                }
+            }
+        }
+        if unsure {
+            settle(row, before, old, token, i, delta, slack);
+        }
+        for j in 0..dv {
+            let v = f64::from(row[j]);
+            o[j] = madd::<FMA>(v, q, o[j]);
+            square[j] = madd::<FMA>(v, v, square[j]);
+        }
+    }
+}
+
+/// Rounds a row of S element by element, in double-double where needed.
+#[cold]
+fn settle(
+    row: &mut [f32],
+    before: &[f32],
+    old: &[f32],
+    token: &Token<'_>,
+    i: usize,
+    delta: &[f64],
+    slack: &[f64],
+) {
+    let (dv, k) = (row.len(), token.k[i]);
+    for (j, o) in row.iter_mut().enumerate() {
+        let kept = token.alpha * f64::from(before[j]);
+        let v = k * delta[j] + kept;
+        let b = k.abs() * slack[j] + 6.0 * U * (kept.abs() + v.abs());
+        *o = token.round.round(token.element + i * dv + j, v, b, || (token.exact)(old, i, j));
+    }
+}
