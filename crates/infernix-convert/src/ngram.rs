@@ -1,0 +1,410 @@
+//! The n-gram table: found among its parts in the checkpoint, checked against the derivation, streamed row by row.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use infernix_checkpoint::{Dtype, Scheme, SourceTensor};
+use infernix_formats::scalar::{e4m3_is_finite, e4m3_is_scale};
+use infernix_model::{ModelConfig, Parameter, Source};
+use serde_json::{Value, json};
+
+use crate::ConvertError;
+use crate::build::Builder;
+use crate::sources::{Sources, WeightRef};
+
+/// Bytes of a block of the volume, and of its header.
+pub(crate) const BLOCK_BYTES: u64 = 4096;
+
+/// How rows of the table are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowFormat {
+    /// E4M3 codes; one BF16 scale a table.
+    Fp8,
+    /// BF16 words.
+    Bf16,
+    /// E2M1 codes (low nibble = even column), then E4M3 scales per 16; one FP32 multiplier a table.
+    Nvfp4,
+}
+
+impl RowFormat {
+    /// Name in the volume's header and in the artifact's configuration.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            RowFormat::Fp8 => "fp8_e4m3fn",
+            RowFormat::Bf16 => "bf16",
+            RowFormat::Nvfp4 => "nvfp4",
+        }
+    }
+
+    /// Bytes of a row of `width` values.
+    #[must_use]
+    pub fn row_bytes(self, width: u64) -> u64 {
+        match self {
+            RowFormat::Fp8 => width,
+            RowFormat::Bf16 => 2 * width,
+            RowFormat::Nvfp4 => width / 2 + width / 16,
+        }
+    }
+
+    fn of(scheme: Scheme) -> Option<Self> {
+        match scheme {
+            Scheme::Fp8Tensor { .. } => Some(Self::Fp8),
+            Scheme::Plain(Dtype::Bf16) => Some(Self::Bf16),
+            Scheme::Nvfp4Multiplier { .. } => Some(Self::Nvfp4),
+            _ => None,
+        }
+    }
+}
+
+/// One layer's table.
+#[derive(Debug, Clone)]
+pub struct TablePlan {
+    /// Layer that reads it.
+    pub layer: u64,
+    /// Its number among the tables.
+    pub table: usize,
+    /// Rows.
+    pub rows: u64,
+    /// Values of a row.
+    pub width: u64,
+    pub(crate) format: RowFormat,
+    pub(crate) parts: Vec<(WeightRef, u64)>,
+    pub(crate) buffers: Option<(usize, String)>,
+}
+
+/// The volume of a conversion.
+#[derive(Debug, Clone)]
+pub struct NgramPlan {
+    /// The volume's file.
+    pub path: PathBuf,
+    /// Row format.
+    pub format: RowFormat,
+    /// Rows of all tables.
+    pub rows: u64,
+    /// Values of a row.
+    pub width: u64,
+    /// Bytes of a row.
+    pub row_bytes: u64,
+    /// Length of the file.
+    pub bytes: u64,
+    /// The existing volume that is used instead of writing one.
+    pub reuse: Option<PathBuf>,
+    /// Tables in ascending layer order.
+    pub tables: Vec<TablePlan>,
+}
+
+impl NgramPlan {
+    pub(crate) fn new(path: PathBuf, reuse: bool) -> Self {
+        let reuse = reuse.then(|| path.clone());
+        Self { path, format: RowFormat::Bf16, rows: 0, width: 0, row_bytes: 0, bytes: 0, reuse, tables: Vec::new() }
+    }
+
+    pub(crate) fn push(&mut self, table: TablePlan, checkpoint: &Path) -> Result<(), ConvertError> {
+        let fail = |reason: String| ConvertError::Ngram { path: checkpoint.to_owned(), reason };
+        if let Some(first) = self.tables.first()
+            && (first.width != table.width || first.format != table.format)
+        {
+            return Err(fail(format!(
+                "layer {} has rows of {} {} values, layer {} of {} {}; one volume holds one kind of row",
+                first.layer, first.width, first.format.name(), table.layer, table.width, table.format.name()
+            )));
+        }
+        (self.format, self.width) = (table.format, table.width);
+        self.row_bytes = table.format.row_bytes(table.width);
+        self.rows += table.rows;
+        if self.row_bytes == 0 || self.row_bytes > BLOCK_BYTES {
+            return Err(fail(format!("a row of {} bytes does not fit a block of {BLOCK_BYTES}", self.row_bytes)));
+        }
+        self.tables.push(table);
+        self.bytes = BLOCK_BYTES * (1 + self.blocks());
+        Ok(())
+    }
+
+    /// Rows in a block.
+    #[must_use]
+    pub fn rows_per_block(&self) -> u64 {
+        BLOCK_BYTES / self.row_bytes.max(1)
+    }
+
+    /// Blocks of the volume.
+    #[must_use]
+    pub fn blocks(&self) -> u64 {
+        self.rows.div_ceil(self.rows_per_block())
+    }
+
+    /// The `ngram` member of a plan's document.
+    #[must_use]
+    pub fn to_json(&self) -> Value {
+        json!({
+            "path": self.path.display().to_string(), "format": self.format.name(), "rows": self.rows,
+            "row_bytes": self.row_bytes, "bytes": self.bytes, "reused": self.reuse.is_some(),
+        })
+    }
+
+    /// `ngram_table` of the text configuration, with a placeholder for the volume's id.
+    pub(crate) fn config(&self) -> Value {
+        let mut value = json!({
+            "format": self.format.name(), "rows": self.rows, "row_bytes": self.row_bytes,
+            "rows_per_block": self.rows_per_block(), "block_bytes": BLOCK_BYTES, "header_bytes": BLOCK_BYTES,
+            "blocks": self.blocks(), "file_bytes": self.bytes, "volume_id": "0".repeat(32),
+        });
+        if self.tables.len() > 1 {
+            let mut first = 0;
+            let tables: Vec<_> = self
+                .tables
+                .iter()
+                .map(|t| {
+                    let record = json!({"layer": t.layer, "first_row": first, "rows": t.rows});
+                    first += t.rows;
+                    record
+                })
+                .collect();
+            value["tables"] = json!(tables);
+        }
+        value
+    }
+
+    /// Scale words of the volume's extension, one a table.
+    ///
+    /// # Errors
+    /// A scale that is not positive and finite.
+    pub(crate) fn scale_words(&self, sources: &Sources) -> Result<Vec<f32>, ConvertError> {
+        let mut out = Vec::new();
+        for t in &self.tables {
+            let Some((first, _)) = t.parts.first() else { continue };
+            let weight = sources.weight(first)?;
+            let scale = match self.format {
+                RowFormat::Bf16 => None,
+                RowFormat::Fp8 => weight.tensor_scale()?,
+                RowFormat::Nvfp4 => weight.global_scale()?,
+            };
+            out.extend(scale);
+        }
+        Ok(out)
+    }
+
+    /// Compares the checkpoint's hash buffers with the derivation.
+    ///
+    /// # Errors
+    /// A buffer of other values.
+    pub(crate) fn check_buffers(&self, sources: &Sources, config: &ModelConfig) -> Result<(), ConvertError> {
+        let Some(ple) = &config.ple else { return Ok(()) };
+        let path = sources.main_path().to_owned();
+        let fail = |reason: String| ConvertError::Ngram { path: path.clone(), reason };
+        let derived = infernix_model::ngram::constants(ple, config.vocab).map_err(|e| fail(e.to_string()))?;
+        for t in &self.tables {
+            let Some((source, prefix)) = &t.buffers else { continue };
+            let Some(c) = derived.get(t.table) else { continue };
+            for (name, expected) in BUFFERS.iter().zip([&c.multipliers, &c.head_sizes, &c.head_offsets]) {
+                let checkpoint = sources.checkpoint(*source);
+                let name = format!("{prefix}.{name}");
+                let Some(info) = checkpoint.get(&name) else { continue };
+                let bytes = checkpoint.read_all(info)?;
+                for (i, (word, expected)) in bytes.as_chunks::<8>().0.iter().zip(expected.iter()).enumerate() {
+                    let found = i64::from_le_bytes(*word);
+                    if u64::try_from(found) != Ok(*expected) {
+                        return Err(fail(format!(
+                            "{}: tensor {name}[{i}] is {found}, but config.json (base, seed, vocabulary, divisor) gives {expected}; \
+                             the checkpoint and its config are of different models",
+                            sources.file_of(*source, info)
+                        )));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Names of the int64 hash buffers.
+const BUFFERS: [&str; 3] = ["layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"];
+
+/// Finds the table of a parameter; checks dtypes, shapes, row count and the buffers' shapes.
+pub(crate) fn plan_table(
+    b: &Builder<'_>,
+    p: &Parameter,
+    role: Option<&str>,
+    missing: &mut Vec<String>,
+) -> Result<Option<TablePlan>, ConvertError> {
+    let Source::NgramTable { prefix, buffers, parts: announced } = &p.source else { return Ok(None) };
+    let sources = b.sources;
+    let fail = |reason: String| ConvertError::Ngram { path: sources.main_path().to_owned(), reason };
+    let (rows, width) = (p.shape[0], p.shape[1]);
+    let part_name = |k: u64| format!("{prefix}.shard_{k}.weight");
+    let mut found: Vec<(usize, SourceTensor<'_>)> = Vec::new();
+    if let Some(whole) = b.locate(&format!("{prefix}.weight"), p.component, role, true)? {
+        found.push(whole);
+    } else if let Some(first) = b.locate(&part_name(0), p.component, role, true)? {
+        let source = first.0;
+        found.push(first);
+        while let Some(next) = sources.checkpoint(source).resolve(&part_name(found.len() as u64))? {
+            found.push((source, next));
+        }
+    } else {
+        missing.push(part_name(0));
+        return Ok(None);
+    }
+    let total: u64 = found.iter().map(|(_, w)| w.rows()).sum();
+    if total < rows && (found.len() as u64) < *announced && found.len() > 1 {
+        missing.extend((found.len() as u64..*announced).map(part_name));
+        return Ok(None);
+    }
+    let scheme = found[0].1.scheme();
+    let format = RowFormat::of(scheme).ok_or_else(|| {
+        fail(format!("{} is stored as {scheme}; a volume holds FP8 per tensor, BF16 or NVFP4 rows", found[0].1.name()))
+    })?;
+    let mut parts = Vec::new();
+    for (source, weight) in &found {
+        if weight.scheme() != scheme {
+            return Err(fail(format!("{} is {}, but {} is {scheme}", weight.name(), weight.scheme(), found[0].1.name())));
+        }
+        if weight.shape().len() != 2 || weight.row_len() != width {
+            let (file, tensor) = (sources.file_of(*source, weight.planes().weight), weight.name().to_owned());
+            let expected = vec![rows / found.len() as u64, width];
+            return Err(ConvertError::Shape { file, tensor, expected, found: weight.shape().to_vec() });
+        }
+        sources.consume_weight(*source, weight);
+        parts.push((WeightRef { source: *source, name: weight.name().to_owned() }, weight.rows()));
+    }
+    if total != rows {
+        return Err(fail(format!("its {} parts have {total} rows, config.json gives {rows}", found.len())));
+    }
+    // The hash buffers repeat what the configuration derives; they are compared, not stored.
+    let mut buffer_source = None;
+    for (index, source) in sources.list().iter().enumerate() {
+        for name in BUFFERS {
+            let name = format!("{buffers}.{name}");
+            let Some(info) = source.checkpoint.get(&name) else { continue };
+            if info.dtype != Dtype::I64 {
+                return Err(ConvertError::Scheme {
+                    file: sources.file_of(index, info),
+                    tensor: name,
+                    expected: "I64".into(),
+                    found: info.dtype.to_string(),
+                    advice: "fetch the file again".into(),
+                });
+            }
+            sources.consume(index, &name);
+            buffer_source.get_or_insert((index, buffers.clone()));
+        }
+    }
+    if let (Some((index, prefix)), Some(ple)) = (&buffer_source, &b.config.ple) {
+        let heads = (ple.ngram_size - 1) * ple.heads_per_ngram;
+        for (name, length) in BUFFERS.iter().zip([ple.ngram_size, heads, heads]) {
+            let name = format!("{prefix}.{name}");
+            if let Some(info) = sources.checkpoint(*index).get(&name)
+                && *info.shape != [length]
+            {
+                let file = sources.file_of(*index, info);
+                let (expected, found) = (vec![length], info.shape.to_vec());
+                return Err(ConvertError::Shape { file, tensor: name, expected, found });
+            }
+        }
+    }
+    let layer = p.layer.unwrap_or(0);
+    Ok(Some(TablePlan {
+        layer: layer as u64,
+        table: b.config.ple_table(layer).unwrap_or(0),
+        rows,
+        width,
+        format,
+        parts,
+        buffers: buffer_source,
+    }))
+}
+
+/// Reads rows of the tables as the volume stores them.
+pub(crate) struct TableReader<'s> {
+    /// First row, part and its source tensor.
+    parts: Vec<(u64, SourceTensor<'s>)>,
+    format: RowFormat,
+    width: u64,
+    rows: u64,
+}
+
+impl<'s> TableReader<'s> {
+    pub(crate) fn new(plan: &NgramPlan, sources: &'s Sources) -> Result<Self, ConvertError> {
+        let mut parts = Vec::new();
+        let mut first = 0;
+        for (weight, rows) in plan.tables.iter().flat_map(|t| &t.parts) {
+            parts.push((first, sources.weight(weight)?));
+            first += rows;
+        }
+        Ok(Self { parts, format: plan.format, width: plan.width, rows: first })
+    }
+
+    /// Reads `rows` into `out`, one after the other without padding, and checks their words.
+    ///
+    /// # Errors
+    /// I/O; a code or scale without a value.
+    pub(crate) fn read(&self, rows: Range<u64>, out: &mut Vec<u8>, scratch: &mut Vec<u8>) -> Result<(), ConvertError> {
+        let row_bytes = self.format.row_bytes(self.width) as usize;
+        out.clear();
+        out.resize((rows.end.min(self.rows) - rows.start) as usize * row_bytes, 0);
+        let mut at = rows.start;
+        let mut index = self.parts.partition_point(|(first, _)| *first <= at).saturating_sub(1);
+        while at < rows.end {
+            let (first, weight) = &self.parts[index];
+            index += 1;
+            let take = (rows.end.min(first + weight.rows())) - at;
+            if take == 0 {
+                continue;
+            }
+            let begin = (at - rows.start) as usize * row_bytes;
+            let target = &mut out[begin..begin + take as usize * row_bytes];
+            self.read_part(weight, at - first..at - first + take, target, scratch)?;
+            at += take;
+        }
+        Ok(())
+    }
+
+    fn read_part(
+        &self,
+        weight: &SourceTensor<'_>,
+        rows: Range<u64>,
+        out: &mut [u8],
+        scratch: &mut Vec<u8>,
+    ) -> Result<(), ConvertError> {
+        let checkpoint = weight.checkpoint();
+        let codes = weight.planes().weight;
+        let illegal = |row: u64, column: u64, what: &str, word: u32| ConvertError::Ngram {
+            path: checkpoint.path().to_owned(),
+            reason: format!(
+                "{}: tensor {}: {what} {word:#x} at row {row}, column {column} has no value; the checkpoint is damaged",
+                checkpoint.shard_of(codes).name, codes.name
+            ),
+        };
+        match self.format {
+            RowFormat::Fp8 | RowFormat::Bf16 => {
+                let per = self.format.row_bytes(self.width);
+                checkpoint.read(codes, rows.start * per..rows.end * per, out)?;
+                if self.format == RowFormat::Fp8
+                    && let Some(at) = out.iter().position(|c| !e4m3_is_finite(*c))
+                {
+                    let at_row = rows.start + at as u64 / self.width;
+                    return Err(illegal(at_row, at as u64 % self.width, "code", u32::from(out[at])));
+                }
+            }
+            RowFormat::Nvfp4 => {
+                let (half, groups) = ((self.width / 2) as usize, (self.width / 16) as usize);
+                let count = (rows.end - rows.start) as usize;
+                scratch.resize(count * (half + groups), 0);
+                let (code_bytes, scale_bytes) = scratch.split_at_mut(count * half);
+                checkpoint.read(codes, rows.start * half as u64..rows.end * half as u64, code_bytes)?;
+                let scale = weight.planes().scale.ok_or_else(|| illegal(0, 0, "missing block scale", 0))?;
+                checkpoint.read(scale, rows.start * groups as u64..rows.end * groups as u64, scale_bytes)?;
+                if let Some(at) = scale_bytes.iter().position(|s| !e4m3_is_scale(*s)) {
+                    let row = rows.start + (at / groups) as u64;
+                    return Err(illegal(row, 16 * (at % groups) as u64, "block scale", u32::from(scale_bytes[at])));
+                }
+                let rows = code_bytes.chunks_exact(half).zip(scale_bytes.chunks_exact(groups));
+                for (out, (c, s)) in out.chunks_exact_mut(half + groups).zip(rows) {
+                    out[..half].copy_from_slice(c);
+                    out[half..].copy_from_slice(s);
+                }
+            }
+        }
+        Ok(())
+    }
+}
