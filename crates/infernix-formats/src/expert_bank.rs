@@ -218,24 +218,42 @@ fn record_out<'a>(shape: &BankShape, layout: Layout, out: &'a mut [u8]) -> Resul
 
 /// Packs 16 rows of K columns into K/16 units of 144 bytes.
 fn pack_group(codes: [&[u8]; 16], scales: [&[u8]; 16], units: &mut [u8]) {
-    for (block, unit) in units.chunks_exact_mut(144).enumerate() {
-        let (code_out, scale_out) = unit.split_at_mut(128);
-        let at = block * 8;
+    let units = units.as_chunks_mut::<144>().0;
+    let n = units.len();
+    // Equal lengths known in one place, so that the loop carries no bounds checks.
+    let codes = codes.map(|c| &c.as_chunks::<8>().0[..n]);
+    let scales = scales.map(|s| &s[..n]);
+    for block in 0..n {
+        // All of rows 0..8, and of rows 8..16 beside them, so that each step below is one loop over 64 bytes.
+        let (mut low, mut high) = ([[0u8; 8]; 8], [[0u8; 8]; 8]);
         for j in 0..8 {
-            let low: [u8; 8] = codes[j][at..at + 8].try_into().unwrap_or_default();
-            let high: [u8; 8] = codes[j + 8][at..at + 8].try_into().unwrap_or_default();
-            let mut bytes = [0u8; 16];
-            for t in 0..8 {
-                bytes[2 * t] = (low[t] & 0x0F) | (high[t] << 4);
-                bytes[2 * t + 1] = (low[t] >> 4) | (high[t] & 0xF0);
-            }
-            for q in 0..4 {
-                code_out[32 * q + 4 * j..][..4].copy_from_slice(&bytes[4 * q..4 * q + 4]);
+            (low[j], high[j]) = (codes[j][block], codes[j + 8][block]);
+        }
+        let (low, high) = (low.as_flattened(), high.as_flattened());
+        let (mut even, mut odd) = ([0u8; 64], [0u8; 64]);
+        for i in 0..64 {
+            even[i] = (low[i] & 0x0F) | (high[i] << 4);
+            odd[i] = (low[i] >> 4) | (high[i] & 0xF0);
+        }
+        let mut by_row = [0u8; 128];
+        for i in 0..64 {
+            (by_row[2 * i], by_row[2 * i + 1]) = (even[i], odd[i]);
+        }
+        let by_row = by_row.as_chunks::<4>().0;
+        let (out, scale_out) = units[block].split_at_mut(128);
+        let out = out.as_chunks_mut::<4>().0;
+        for q in 0..4 {
+            for j in 0..8 {
+                out[8 * q + j] = by_row[4 * j + q];
             }
         }
-        for (out, row) in scale_out.iter_mut().zip(scales) {
-            *out = row[block];
+        let (mut first, mut second) = (0u64, 0u64);
+        for r in 0..8 {
+            first |= u64::from(scales[r][block]) << (8 * r);
+            second |= u64::from(scales[r + 8][block]) << (8 * r);
         }
+        scale_out[..8].copy_from_slice(&first.to_le_bytes());
+        scale_out[8..].copy_from_slice(&second.to_le_bytes());
     }
 }
 
@@ -258,11 +276,48 @@ pub fn unpack_nvfp4(
         return Ok(());
     }
     let k = k as usize;
-    for (r, (codes, scales)) in codes.chunks_exact_mut(k / 2).zip(scales.chunks_exact_mut(k / 16)).enumerate()
-    {
-        unpack_row(shape, record, matrix, r, codes, scales);
+    // Gate and up take every second row of a group, down takes all.
+    let (start, first, step) = match matrix {
+        ExpertMatrix::Gate => (0, 0, 2),
+        ExpertMatrix::Up => (0, 1, 2),
+        ExpertMatrix::Down => ((shape.hidden * shape.intermediate) as usize / 256 * 2 * 144, 0, 1),
+    };
+    let per_group = 16 / step;
+    let groups = record[start..].chunks_exact(k / 16 * 144);
+    let rows = codes.chunks_exact_mut(per_group * k / 2).zip(scales.chunks_exact_mut(per_group * k / 16));
+    for (units, (codes, scales)) in groups.zip(rows) {
+        for (block, unit) in units.as_chunks::<144>().0.iter().enumerate() {
+            let both = unpack_unit(unit);
+            for n in 0..per_group {
+                let r = first + n * step;
+                codes[n * (k / 2) + 8 * block..][..8].copy_from_slice(&both[r]);
+                scales[n * (k / 16) + block] = unit[128 + r];
+            }
+        }
     }
     Ok(())
+}
+
+/// Packed codes of the 16 rows of a unit, 8 bytes each.
+#[inline]
+fn unpack_unit(unit: &[u8; 144]) -> [[u8; 8]; 16] {
+    let words = unit[..128].as_chunks::<4>().0;
+    let mut by_row = [[0u8; 4]; 32];
+    for q in 0..4 {
+        for j in 0..8 {
+            by_row[4 * j + q] = words[8 * q + j];
+        }
+    }
+    let by_row = by_row.as_flattened();
+    let mut out = [[0u8; 8]; 16];
+    let (low, high) = out.split_at_mut(8);
+    let (low, high) = (low.as_flattened_mut(), high.as_flattened_mut());
+    for i in 0..64 {
+        let (even, odd) = (by_row[2 * i], by_row[2 * i + 1]);
+        low[i] = (even & 0x0F) | (odd << 4);
+        high[i] = (even >> 4) | (odd & 0xF0);
+    }
+    out
 }
 
 fn record_in<'a>(shape: &BankShape, layout: Layout, record: &'a [u8]) -> Result<&'a [u8], FormatError> {
