@@ -8,8 +8,10 @@ mod error;
 mod generation;
 mod message;
 mod output;
+mod prompt;
 mod pyjson;
 mod stop;
+mod template;
 mod tokenizer;
 
 pub use error::{Result, TextError};
@@ -18,5 +20,7 @@ pub use message::{Content, FunctionCall, Message, Role, Tool, ToolCall};
 pub use output::{
     Channel, Diagnostics, Event, Fallback, OutputOptions, OutputParser, ParsedCall, Start, ToolSet,
 };
+pub use prompt::{ChatFormat, ChatOptions, EFFORTS, Prompt, Resources};
 pub use stop::StopMatcher;
+pub use template::{Clock, Template, TemplateLimits};
 pub use tokenizer::{AddedToken, AddedTokens, Detokenizer, EncodeOptions, NamedTokens, TokenKind, Tokenizer};

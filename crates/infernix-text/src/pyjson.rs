@@ -78,7 +78,7 @@ fn write_object(out: &mut String, map: &Map<String, Value>, style: &Style, depth
     close(out, style, depth, '}');
 }
 
-fn separate(out: &mut String, style: &Style, index: usize, depth: usize) {
+pub(crate) fn separate(out: &mut String, style: &Style, index: usize, depth: usize) {
     if index > 0 {
         out.push_str(&style.item_separator);
     }
@@ -90,7 +90,7 @@ fn separate(out: &mut String, style: &Style, index: usize, depth: usize) {
     }
 }
 
-fn close(out: &mut String, style: &Style, depth: usize, bracket: char) {
+pub(crate) fn close(out: &mut String, style: &Style, depth: usize, bracket: char) {
     if let Some(indent) = &style.indent {
         out.push('\n');
         for _ in 0..depth {
@@ -100,7 +100,7 @@ fn close(out: &mut String, style: &Style, depth: usize, bracket: char) {
     out.push(bracket);
 }
 
-fn write_string(out: &mut String, text: &str, ensure_ascii: bool) {
+pub(crate) fn write_string(out: &mut String, text: &str, ensure_ascii: bool) {
     use std::fmt::Write as _;
     out.push('"');
     for c in text.chars() {
