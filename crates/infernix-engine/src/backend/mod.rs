@@ -19,6 +19,7 @@
 //! * **State** is addressed by [`StateId`], an index into the list of its kind in [`StateLayout`].
 
 pub mod blocks;
+pub mod cpu;
 pub mod lossless;
 pub mod meta;
 pub mod site;

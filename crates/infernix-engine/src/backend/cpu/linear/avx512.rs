@@ -1,0 +1,921 @@
+//! AVX-512 dot products straight from stored codes, and over a panel of expanded rows.
+//!
+//! Bit for bit the sums of `portable.rs`. One step multiplies 32 BF16 pairs into 16 lanes (`vdpbf16ps`, or two fused
+//! multiply-adds where the processor lacks it or an activation is so small that the instruction's flushing to zero
+//! could show). Nibbles become BF16 integers by one table permutation of 16-bit lanes.
+
+use super::out::Out;
+use super::rows::{BLOCK, Fold, Kind, Rows};
+use std::arch::x86_64::*;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// Rows and columns of a register tile.
+const TILE: usize = 4;
+/// Bytes of expanded codes a panel may have: together with the columns of a tile it stays in a second-level cache.
+const PANEL: usize = 192 << 10;
+
+/// Table of 32 16-bit lanes: BF16 of `f(i)`.
+const fn table(values: [i16; 32]) -> [u16; 32] {
+    let mut t = [0u16; 32];
+    let mut i = 0;
+    while i < 32 {
+        t[i] = ((values[i] as f32).to_bits() >> 16) as u16;
+        i += 1;
+    }
+    t
+}
+
+const fn ramp(from: i16, wrap: i16) -> [i16; 32] {
+    let mut t = [0i16; 32];
+    let mut i = 0;
+    while i < 32 {
+        t[i] = from + (i as i16 % wrap);
+        i += 1;
+    }
+    t
+}
+
+const fn signed4() -> [i16; 32] {
+    let mut t = ramp(0, 16);
+    let mut i = 0;
+    while i < 32 {
+        if t[i] >= 8 {
+            t[i] -= 16;
+        }
+        i += 1;
+    }
+    t
+}
+
+#[repr(align(64))]
+struct Table([u16; 32]);
+
+static INT4: Table = Table(table(signed4()));
+static INT5_LOW: Table = Table(table(ramp(0, 16)));
+static INT5_HIGH: Table = Table(table(ramp(-16, 16)));
+static INT6_LOW: Table = Table(table(ramp(0, 32)));
+static INT6_HIGH: Table = Table(table(ramp(-32, 32)));
+static E2M1: Table = Table({
+    let mut t = [0u16; 32];
+    let mut i = 0;
+    while i < 32 {
+        t[i] = (super::super::num::E2M1[i % 16].to_bits() >> 16) as u16;
+        i += 1;
+    }
+    t
+});
+/// E4M3 subnormals, m * 2^-9.
+static E4M3_SUB: Table = Table({
+    let mut t = [0u16; 32];
+    let mut i = 0;
+    while i < 32 {
+        t[i] = (((i % 8) as f32 / 512.0).to_bits() >> 16) as u16;
+        i += 1;
+    }
+    t
+});
+
+/// Planes of one row.
+#[derive(Clone, Copy)]
+struct Row {
+    codes: *const u8,
+    high: *const u8,
+    scales: *const u8,
+    scale_step: usize,
+}
+
+/// How blocks of one storage are read. All functions need AVX-512 F, BW, VL, DQ, and a whole block behind the pointers.
+trait Stored {
+    const FOLD: Fold;
+    /// FP32 values a panel keeps for a block's scales: 0, 1, 2 (halves) or 16 (a value per lane).
+    const KEPT: usize;
+    /// Bytes of a block's codes.
+    const BYTES: usize;
+    unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i);
+    unsafe fn scales(r: &Row, block: usize) -> (__m512, __m512);
+    /// Whether [`Stored::prepare`] converts the scales of a [`RUN`] of blocks at once.
+    const PREPARED: bool = false;
+    /// Writes the `RUN * KEPT` scales of the blocks from `block` on.
+    unsafe fn prepare(_: &Row, _block: usize, _out: *mut f32) {}
+}
+
+/// Blocks whose scales are converted together.
+const RUN: usize = 8;
+
+#[inline(always)]
+unsafe fn load(t: &Table) -> __m512i {
+    // SAFETY: a table is 64 bytes.
+    unsafe { _mm512_loadu_si512(t.0.as_ptr().cast()) }
+}
+
+#[inline(always)]
+unsafe fn half_scale(p: *const u8) -> __m512 {
+    // SAFETY: the caller gives two readable bytes.
+    unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(p.cast::<i16>().read_unaligned())) }
+}
+
+#[inline(always)]
+unsafe fn nibbles(p: *const u8) -> (__m512i, __m512i) {
+    // SAFETY: the caller gives 32 readable bytes.
+    unsafe {
+        let v = _mm512_cvtepu8_epi16(_mm256_loadu_si256(p.cast()));
+        (v, _mm512_srli_epi16::<4>(v))
+    }
+}
+
+struct SBf16;
+impl Stored for SBf16 {
+    const FOLD: Fold = Fold::Direct;
+    const KEPT: usize = 0;
+    const BYTES: usize = 128;
+    #[inline(always)]
+    unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
+        // SAFETY: see the trait.
+        unsafe {
+            let p = r.codes.add(128 * block);
+            (_mm512_loadu_si512(p.cast()), _mm512_loadu_si512(p.add(64).cast()))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(_: &Row, _: usize) -> (__m512, __m512) {
+        // SAFETY: see the trait.
+        unsafe { (_mm512_setzero_ps(), _mm512_setzero_ps()) }
+    }
+}
+
+struct SQ4;
+impl Stored for SQ4 {
+    const FOLD: Fold = Fold::Whole;
+    const KEPT: usize = 1;
+    const BYTES: usize = 32;
+    #[inline(always)]
+    unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
+        // SAFETY: see the trait.
+        unsafe {
+            let (even, odd) = nibbles(r.codes.add(32 * block));
+            // The permutation reads 5 index bits; the fifth is the next nibble's, so the table repeats.
+            let t = load(&INT4);
+            (_mm512_permutexvar_epi16(even, t), _mm512_permutexvar_epi16(odd, t))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(r: &Row, block: usize) -> (__m512, __m512) {
+        // SAFETY: see the trait.
+        unsafe {
+            let s = half_scale(r.scales.add(2 * block));
+            (s, s)
+        }
+    }
+    const PREPARED: bool = true;
+    #[inline(always)]
+    unsafe fn prepare(r: &Row, block: usize, out: *mut f32) {
+        // SAFETY: see the trait; a run of scales lies in the plane where a run of blocks does.
+        unsafe {
+            let s = _mm_loadu_si128(r.scales.add(2 * block).cast());
+            _mm256_storeu_ps(out, _mm256_cvtph_ps(s));
+        }
+    }
+}
+
+struct SQ5;
+impl Stored for SQ5 {
+    const FOLD: Fold = Fold::Whole;
+    const KEPT: usize = 1;
+    const BYTES: usize = 32;
+    #[inline(always)]
+    unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
+        // SAFETY: see the trait.
+        unsafe {
+            let (even, odd) = nibbles(r.codes.add(32 * block));
+            let h = r.high.add(8 * block).cast::<u64>().read_unaligned();
+            let (e, o) =
+                (_pext_u64(h, 0x5555_5555_5555_5555) as u32, _pext_u64(h, 0xaaaa_aaaa_aaaa_aaaa) as u32);
+            let (low, high) = (load(&INT5_LOW), load(&INT5_HIGH));
+            (
+                _mm512_mask_permutexvar_epi16(_mm512_permutexvar_epi16(even, low), e, even, high),
+                _mm512_mask_permutexvar_epi16(_mm512_permutexvar_epi16(odd, low), o, odd, high),
+            )
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(r: &Row, block: usize) -> (__m512, __m512) {
+        // SAFETY: see the trait.
+        unsafe { SQ4::scales(r, block) }
+    }
+    const PREPARED: bool = true;
+    #[inline(always)]
+    unsafe fn prepare(r: &Row, block: usize, out: *mut f32) {
+        // SAFETY: see the trait; a run of scales lies in the plane where a run of blocks does.
+        unsafe {
+            let s = _mm_loadu_si128(r.scales.add(2 * block).cast());
+            _mm256_storeu_ps(out, _mm256_cvtph_ps(s));
+        }
+    }
+}
+
+struct SQ6;
+impl Stored for SQ6 {
+    const FOLD: Fold = Fold::Whole;
+    const KEPT: usize = 1;
+    const BYTES: usize = 32;
+    #[inline(always)]
+    unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
+        // SAFETY: see the trait.
+        unsafe {
+            let (even, odd) = nibbles(r.codes.add(32 * block));
+            // Byte d holds the high pairs of lanes 4d..4d+4: words 2d and 2d + 1 take its two nibbles.
+            let h = _mm512_cvtepu8_epi32(_mm_loadu_si128(r.high.add(16 * block).cast()));
+            let h = _mm512_or_si512(h, _mm512_slli_epi32::<12>(h));
+            let mask = _mm512_set1_epi16(15);
+            let e = _mm512_ternarylogic_epi32::<0xca>(mask, even, _mm512_slli_epi16::<4>(h));
+            let o = _mm512_ternarylogic_epi32::<0xca>(mask, odd, _mm512_slli_epi16::<2>(h));
+            let (low, high) = (load(&INT6_LOW), load(&INT6_HIGH));
+            (_mm512_permutex2var_epi16(low, e, high), _mm512_permutex2var_epi16(low, o, high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(r: &Row, block: usize) -> (__m512, __m512) {
+        // SAFETY: see the trait.
+        unsafe { SQ4::scales(r, block) }
+    }
+    const PREPARED: bool = true;
+    #[inline(always)]
+    unsafe fn prepare(r: &Row, block: usize, out: *mut f32) {
+        // SAFETY: see the trait; a run of scales lies in the plane where a run of blocks does.
+        unsafe {
+            let s = _mm_loadu_si128(r.scales.add(2 * block).cast());
+            _mm256_storeu_ps(out, _mm256_cvtph_ps(s));
+        }
+    }
+}
+
+/// 32 int8 as BF16.
+#[inline(always)]
+unsafe fn int8<const HW: bool>(p: *const u8) -> __m512i {
+    // SAFETY: the caller gives 32 readable bytes; needs BF16 if `HW`.
+    unsafe {
+        let a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())));
+        let b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.add(16).cast())));
+        if HW {
+            return std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(b, a));
+        }
+        let a = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(a)));
+        let b = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(b)));
+        _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
+    }
+}
+
+struct SQ8;
+impl Stored for SQ8 {
+    const FOLD: Fold = Fold::Halves;
+    const KEPT: usize = 2;
+    const BYTES: usize = 64;
+    #[inline(always)]
+    unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
+        // SAFETY: see the trait.
+        unsafe {
+            let p = r.codes.add(64 * block);
+            (int8::<HW>(p), int8::<HW>(p.add(32)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(r: &Row, block: usize) -> (__m512, __m512) {
+        // SAFETY: see the trait.
+        unsafe {
+            let p = r.scales.add(4 * block);
+            (half_scale(p), half_scale(p.add(2)))
+        }
+    }
+    const PREPARED: bool = true;
+    #[inline(always)]
+    unsafe fn prepare(r: &Row, block: usize, out: *mut f32) {
+        // SAFETY: as above.
+        unsafe {
+            let s = _mm256_loadu_si256(r.scales.add(4 * block).cast());
+            _mm512_storeu_ps(out, _mm512_cvtph_ps(s));
+        }
+    }
+}
+
+struct SNvfp4;
+impl Stored for SNvfp4 {
+    const FOLD: Fold = Fold::Whole;
+    const KEPT: usize = 16;
+    const BYTES: usize = 32;
+    #[inline(always)]
+    unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
+        // SAFETY: see the trait.
+        unsafe {
+            let (even, odd) = nibbles(r.codes.add(32 * block));
+            let t = load(&E2M1);
+            (_mm512_permutexvar_epi16(even, t), _mm512_permutexvar_epi16(odd, t))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(r: &Row, block: usize) -> (__m512, __m512) {
+        // SAFETY: see the trait.
+        unsafe {
+            let word = _mm512_set1_epi32(r.scales.add(r.scale_step * block).cast::<i32>().read_unaligned());
+            // Lanes 4i..4i+4 take byte i, as bits 16..24; then E4M3 to FP32 as in `num::e4m3`.
+            const Z: i32 = 0x8000_8080u32 as i32;
+            let pick = _mm512_set_epi32(
+                Z | 3 << 16,
+                Z | 3 << 16,
+                Z | 3 << 16,
+                Z | 3 << 16,
+                Z | 2 << 16,
+                Z | 2 << 16,
+                Z | 2 << 16,
+                Z | 2 << 16,
+                Z | 1 << 16,
+                Z | 1 << 16,
+                Z | 1 << 16,
+                Z | 1 << 16,
+                Z,
+                Z,
+                Z,
+                Z,
+            );
+            let bits = _mm512_slli_epi32::<4>(_mm512_shuffle_epi8(word, pick));
+            let s = _mm512_mul_ps(
+                _mm512_castsi512_ps(bits),
+                _mm512_castsi512_ps(_mm512_set1_epi32((120 + 127) << 23)),
+            );
+            (s, s)
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn e4m3(p: *const u8) -> __m512i {
+    // SAFETY: the caller gives 32 readable bytes.
+    unsafe {
+        let w = _mm512_cvtepu8_epi16(_mm256_loadu_si256(p.cast()));
+        let magnitude = _mm512_and_si512(_mm512_slli_epi16::<4>(w), _mm512_set1_epi16(0x7f0));
+        let normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(120 << 7));
+        let tiny = _mm512_testn_epi16_mask(w, _mm512_set1_epi16(0x78));
+        // Index bits above the mantissa are the sign, out of the permutation's reach.
+        let v = _mm512_mask_permutexvar_epi16(normal, tiny, w, load(&E4M3_SUB));
+        // v | (w << 8 & 0x8000)
+        _mm512_ternarylogic_epi32::<0xf8>(v, _mm512_slli_epi16::<8>(w), _mm512_set1_epi16(-0x8000))
+    }
+}
+
+/// E4M3 codes; the parameter says where the scales are.
+struct SFp8<const BLOCKED: bool>;
+impl<const BLOCKED: bool> Stored for SFp8<BLOCKED> {
+    const FOLD: Fold = if BLOCKED { Fold::Whole } else { Fold::Direct };
+    const KEPT: usize = if BLOCKED { 1 } else { 0 };
+    const BYTES: usize = 64;
+    #[inline(always)]
+    unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
+        // SAFETY: see the trait.
+        unsafe {
+            let p = r.codes.add(64 * block);
+            (e4m3(p), e4m3(p.add(32)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scales(r: &Row, block: usize) -> (__m512, __m512) {
+        // SAFETY: see the trait.
+        unsafe {
+            if !BLOCKED {
+                return (_mm512_setzero_ps(), _mm512_setzero_ps());
+            }
+            let s = _mm512_set1_ps(r.scales.add(4 * (block / 2)).cast::<f32>().read_unaligned());
+            (s, s)
+        }
+    }
+}
+
+struct SMxfp8;
+impl Stored for SMxfp8 {
+    const FOLD: Fold = Fold::Halves;
+    const KEPT: usize = 2;
+    const BYTES: usize = 64;
+    #[inline(always)]
+    unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
+        // SAFETY: see the trait.
+        unsafe { SFp8::<false>::codes::<HW>(r, block) }
+    }
+    #[inline(always)]
+    unsafe fn scales(r: &Row, block: usize) -> (__m512, __m512) {
+        // SAFETY: see the trait.
+        unsafe {
+            let p = r.scales.add(2 * block);
+            use super::super::num::e8m0;
+            (_mm512_set1_ps(e8m0(p.read())), _mm512_set1_ps(e8m0(p.add(1).read())))
+        }
+    }
+    const PREPARED: bool = true;
+    #[inline(always)]
+    unsafe fn prepare(r: &Row, block: usize, out: *mut f32) {
+        // SAFETY: as above.
+        unsafe {
+            let w = _mm512_cvtepu8_epi32(_mm_loadu_si128(r.scales.add(2 * block).cast()));
+            let zero = _mm512_testn_epi32_mask(w, w);
+            let s = _mm512_mask_mov_epi32(_mm512_slli_epi32::<23>(w), zero, _mm512_set1_epi32(0x0040_0000));
+            _mm512_storeu_ps(out, _mm512_castsi512_ps(s));
+        }
+    }
+}
+
+/// 32 pairs of BF16 into 16 lanes, the second of each pair first.
+#[inline(always)]
+unsafe fn dot<const HW: bool>(acc: __m512, w: __m512i, x: __m512i) -> __m512 {
+    // SAFETY: needs AVX-512 F, and BF16 if `HW`: the entry points below enable them.
+    unsafe {
+        if HW {
+            let (w, x) =
+                (std::mem::transmute::<__m512i, __m512bh>(w), std::mem::transmute::<__m512i, __m512bh>(x));
+            _mm512_dpbf16_ps(acc, w, x)
+        } else {
+            let top = _mm512_set1_epi32(0xffff_0000u32 as i32);
+            let (wh, xh) = (_mm512_and_si512(w, top), _mm512_and_si512(x, top));
+            let (wl, xl) = (_mm512_slli_epi32::<16>(w), _mm512_slli_epi32::<16>(x));
+            let acc = _mm512_fmadd_ps(_mm512_castsi512_ps(wh), _mm512_castsi512_ps(xh), acc);
+            _mm512_fmadd_ps(_mm512_castsi512_ps(wl), _mm512_castsi512_ps(xl), acc)
+        }
+    }
+}
+
+/// The 64 BF16 words at `p`.
+#[inline(always)]
+unsafe fn pair(p: *const u16) -> (__m512i, __m512i) {
+    // SAFETY: the caller gives 128 readable bytes; needs AVX-512 F.
+    unsafe { (_mm512_loadu_si512(p.cast()), _mm512_loadu_si512(p.add(32).cast())) }
+}
+
+/// One block of one row and column.
+#[inline(always)]
+unsafe fn step<const HW: bool>(
+    fold: Fold,
+    acc: __m512,
+    w: (__m512i, __m512i),
+    s: (__m512, __m512),
+    x: (__m512i, __m512i),
+) -> __m512 {
+    // SAFETY: as `dot`.
+    unsafe {
+        match fold {
+            Fold::Direct => dot::<HW>(dot::<HW>(acc, w.0, x.0), w.1, x.1),
+            Fold::Whole => {
+                let t = dot::<HW>(dot::<HW>(_mm512_setzero_ps(), w.0, x.0), w.1, x.1);
+                _mm512_fmadd_ps(s.0, t, acc)
+            }
+            Fold::Halves => {
+                let acc = _mm512_fmadd_ps(s.0, dot::<HW>(_mm512_setzero_ps(), w.0, x.0), acc);
+                _mm512_fmadd_ps(s.1, dot::<HW>(_mm512_setzero_ps(), w.1, x.1), acc)
+            }
+        }
+    }
+}
+
+/// Sums of the lanes of four accumulators, in the order of `num::tree`.
+#[inline(always)]
+unsafe fn sums(a: [__m512; TILE]) -> [f32; TILE] {
+    // SAFETY: needs AVX-512 F.
+    unsafe {
+        let ab =
+            _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a[0], a[1]), _mm512_shuffle_f32x4::<0xee>(a[0], a[1]));
+        let cd =
+            _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a[2], a[3]), _mm512_shuffle_f32x4::<0xee>(a[2], a[3]));
+        let four = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd));
+        let two = _mm512_add_ps(four, _mm512_permute_ps::<0x4e>(four));
+        let one = _mm512_add_ps(two, _mm512_permute_ps::<0xb1>(two));
+        let picked = _mm512_castps512_ps128(_mm512_permutexvar_ps(
+            _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0),
+            one,
+        ));
+        let mut out = [0f32; TILE];
+        _mm_storeu_ps(out.as_mut_ptr(), picked);
+        out
+    }
+}
+
+/// A row's last, short block with zeros behind it.
+struct Tail {
+    codes: [u8; 128],
+    scales: [u8; 8],
+}
+
+/// Pointers of rows whose K is whole blocks; of other rows, also their tail.
+fn row(w: &Rows<'_>, r: usize) -> Row {
+    let (start, step) = w.scale_at(r);
+    Row {
+        codes: w.codes(r).as_ptr(),
+        high: w.high(r).as_ptr(),
+        scales: w.scales()[start..].as_ptr(),
+        scale_step: step,
+    }
+}
+
+/// Blocks that can be read in place.
+fn whole(w: &Rows<'_>) -> usize {
+    use Kind::*;
+    match w.kind() {
+        // Stored rows are padded to 128.
+        Q4 | Q5 | Q6 | Q8 => w.blocks(),
+        _ => w.k() / BLOCK,
+    }
+}
+
+fn tail(w: &Rows<'_>, r: usize) -> Tail {
+    let mut t = Tail { codes: [0; 128], scales: [0; 8] };
+    let codes = &w.codes(r)[whole(w) * w.kind().block_bytes().0..];
+    t.codes[..codes.len()].copy_from_slice(codes);
+    let (start, step) = w.scale_at(r);
+    let bytes = match w.kind() {
+        Kind::Fp8Block => {
+            // Two blocks share a tile's scale.
+            let at = start + 4 * (whole(w) / 2);
+            t.scales[..4].copy_from_slice(&w.scales()[at..at + 4]);
+            0
+        }
+        Kind::Mxfp8 => w.k().div_ceil(32) - 2 * whole(w),
+        k if k.is_nvfp4() => w.k() / 16 - 4 * whole(w),
+        _ => 0,
+    };
+    t.scales[..bytes].copy_from_slice(&w.scales()[start + step * whole(w)..][..bytes]);
+    t
+}
+
+/// Asks for the codes `ahead` bytes after a block's.
+#[inline(always)]
+unsafe fn prefetch<S: Stored>(r: &Row, ahead: usize, block: usize) {
+    // SAFETY: a prefetch of any address is harmless; the pointer is never dereferenced.
+    unsafe {
+        if S::BYTES >= 64 || block.is_multiple_of(2) {
+            let p = r.codes.wrapping_add(ahead + S::BYTES * block);
+            _mm_prefetch::<_MM_HINT_T0>(p.cast());
+            if S::BYTES > 64 {
+                _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(64).cast());
+            }
+        }
+    }
+}
+
+/// `R` rows from `first` times `C` columns, codes expanded in registers.
+#[inline(always)]
+unsafe fn direct<S: Stored, const HW: bool, const R: usize, const C: usize>(
+    w: &Rows<'_>,
+    first: usize,
+    x: &[u16],
+    width: usize,
+    column: usize,
+    out: &Out<'_>,
+) {
+    // SAFETY: row pointers come from checked slices; blocks below `whole` lie inside them, the tail is read from a
+    // padded copy; x holds `width` = whole padded blocks per column.
+    unsafe {
+        let mut rows = [row(w, first); R];
+        for (i, r) in rows.iter_mut().enumerate().skip(1) {
+            *r = row(w, first + i);
+        }
+        let mut acc = [[_mm512_setzero_ps(); C]; R];
+        let xs = x.as_ptr().add(column * width);
+        // The rows of the next tile, same columns: the processor's own prefetchers stop at page ends.
+        let ahead = TILE * w.kind().row_bytes(w.k()).0;
+        let n = whole(w);
+        let mut b = 0;
+        if S::PREPARED {
+            let mut scales = [[0f32; RUN * 2]; R];
+            while b + RUN <= n {
+                for i in 0..R {
+                    S::prepare(&rows[i], b, scales[i].as_mut_ptr());
+                }
+                for j in 0..RUN {
+                    for i in 0..R {
+                        prefetch::<S>(&rows[i], ahead, b + j);
+                        let codes = S::codes::<HW>(&rows[i], b + j);
+                        let s = &scales[i][j * S::KEPT..];
+                        let s = (_mm512_set1_ps(s[0]), _mm512_set1_ps(s[S::KEPT - 1]));
+                        for c in 0..C {
+                            let x = pair(xs.add(c * width + (b + j) * BLOCK));
+                            acc[i][c] = step::<HW>(S::FOLD, acc[i][c], codes, s, x);
+                        }
+                    }
+                }
+                b += RUN;
+            }
+        }
+        while b < n {
+            for i in 0..R {
+                prefetch::<S>(&rows[i], ahead, b);
+                let (codes, scales) = (S::codes::<HW>(&rows[i], b), S::scales(&rows[i], b));
+                for c in 0..C {
+                    acc[i][c] =
+                        step::<HW>(S::FOLD, acc[i][c], codes, scales, pair(xs.add(c * width + b * BLOCK)));
+                }
+            }
+            b += 1;
+        }
+        if n < w.blocks() {
+            for i in 0..R {
+                let t = tail(w, first + i);
+                let r = Row {
+                    codes: t.codes.as_ptr(),
+                    high: t.codes.as_ptr(),
+                    scales: t.scales.as_ptr(),
+                    scale_step: 0,
+                };
+                let (codes, scales) = (S::codes::<HW>(&r, 0), S::scales(&r, 0));
+                for c in 0..C {
+                    acc[i][c] =
+                        step::<HW>(S::FOLD, acc[i][c], codes, scales, pair(xs.add(c * width + n * BLOCK)));
+                }
+            }
+        }
+        for c in 0..C {
+            let mut a = [_mm512_setzero_ps(); TILE];
+            for i in 0..R {
+                a[i] = acc[i][c];
+            }
+            for (i, y) in sums(a).iter().take(R).enumerate() {
+                out.put(column + c, first + i, w.finish(first + i, *y));
+            }
+        }
+    }
+}
+
+/// A tile of `R` rows times all columns, four at a time.
+#[inline(always)]
+unsafe fn direct_tile<S: Stored, const HW: bool, const R: usize>(
+    w: &Rows<'_>,
+    first: usize,
+    x: &[u16],
+    width: usize,
+    out: &Out<'_>,
+) {
+    // SAFETY: as `direct`.
+    unsafe {
+        let columns = x.len() / width;
+        let mut c = 0;
+        while c + TILE <= columns {
+            direct::<S, HW, R, TILE>(w, first, x, width, c, out);
+            c += TILE;
+        }
+        match columns - c {
+            0 => {}
+            1 => direct::<S, HW, R, 1>(w, first, x, width, c, out),
+            2 => direct::<S, HW, R, 2>(w, first, x, width, c, out),
+            _ => direct::<S, HW, R, 3>(w, first, x, width, c, out),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn direct_rows<S: Stored, const HW: bool>(
+    w: &Rows<'_>,
+    range: Range<usize>,
+    x: &[u16],
+    width: usize,
+    out: &Out<'_>,
+) {
+    // SAFETY: as `direct`.
+    unsafe {
+        let mut r = range.start;
+        while r + TILE <= range.end {
+            direct_tile::<S, HW, TILE>(w, r, x, width, out);
+            r += TILE;
+        }
+        while r < range.end {
+            direct_tile::<S, HW, 1>(w, r, x, width, out);
+            r += 1;
+        }
+    }
+}
+
+/// Expanded rows: codes `[block][row][64]`, scales `[block][row][KEPT]`.
+#[derive(Default)]
+struct Panel {
+    codes: Vec<Words>,
+    scales: Vec<f32>,
+}
+
+/// 64 BF16 words on a cache line boundary.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Words(#[expect(dead_code, reason = "read and written by vectors")] [u16; BLOCK]);
+
+thread_local! {
+    static SCRATCH: RefCell<Panel> = RefCell::new(Panel::default());
+}
+
+/// Rows of a panel for matrices of `blocks` blocks.
+pub(crate) fn panel_rows(blocks: usize) -> usize {
+    (PANEL / (2 * BLOCK * blocks.max(1)) / TILE * TILE).clamp(TILE, 64)
+}
+
+/// Expands one block to `codes` and `scales`.
+#[inline(always)]
+unsafe fn keep<S: Stored, const HW: bool>(r: &Row, block: usize, codes: *mut u16, scales: *mut f32) {
+    // SAFETY: as `Stored`; the caller gives 64 and `S::KEPT` writable elements.
+    unsafe {
+        let (c0, c1) = S::codes::<HW>(r, block);
+        _mm512_storeu_si512(codes.cast(), c0);
+        _mm512_storeu_si512(codes.add(32).cast(), c1);
+        let (s0, s1) = S::scales(r, block);
+        match S::KEPT {
+            0 => {}
+            16 => _mm512_storeu_ps(scales, s0),
+            kept => {
+                scales.write(_mm512_cvtss_f32(s0));
+                if kept == 2 {
+                    scales.add(1).write(_mm512_cvtss_f32(s1));
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn expand<S: Stored, const HW: bool>(w: &Rows<'_>, range: Range<usize>, panel: &mut Panel) -> usize {
+    let blocks = w.blocks();
+    let rows = range.len().next_multiple_of(TILE);
+    panel.codes.resize(blocks * rows, Words([0; BLOCK]));
+    panel.scales.resize(blocks * rows * S::KEPT, 0.0);
+    // SAFETY: as `direct`; the panel has just been sized.
+    unsafe {
+        let (codes, scales) = (panel.codes.as_mut_ptr().cast::<u16>(), panel.scales.as_mut_ptr());
+        let n = whole(w);
+        for (i, r) in range.clone().enumerate() {
+            let pointers = row(w, r);
+            for b in 0..n {
+                let at = b * rows + i;
+                keep::<S, HW>(&pointers, b, codes.add(at * BLOCK), scales.add(at * S::KEPT));
+            }
+            if n < blocks {
+                let t = tail(w, r);
+                let padded = Row {
+                    codes: t.codes.as_ptr(),
+                    high: t.codes.as_ptr(),
+                    scales: t.scales.as_ptr(),
+                    scale_step: 0,
+                };
+                let at = n * rows + i;
+                keep::<S, HW>(&padded, 0, codes.add(at * BLOCK), scales.add(at * S::KEPT));
+            }
+        }
+        for b in 0..blocks {
+            for i in range.len()..rows {
+                panel.codes[b * rows + i] = Words([0; BLOCK]);
+                panel.scales[(b * rows + i) * S::KEPT..(b * rows + i + 1) * S::KEPT].fill(0.0);
+            }
+        }
+    }
+    rows
+}
+
+/// Four panel rows from `i` times `C` columns.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "the operands of a tile")]
+unsafe fn tile<S: Stored, const HW: bool, const C: usize>(
+    w: &Rows<'_>,
+    first: usize,
+    i: usize,
+    panel: &Panel,
+    rows: usize,
+    x: &[u16],
+    width: usize,
+    column: usize,
+    end: usize,
+    out: &Out<'_>,
+) {
+    // SAFETY: the panel holds `rows` expanded rows of all blocks, x `width` elements a column.
+    unsafe {
+        let mut acc = [[_mm512_setzero_ps(); C]; TILE];
+        let xs = x.as_ptr().add(column * width);
+        let mut p = panel.codes.as_ptr().add(i).cast::<u16>();
+        let mut sp = panel.scales.as_ptr().add(i * S::KEPT);
+        for b in 0..w.blocks() {
+            let mut xc = [(_mm512_setzero_si512(), _mm512_setzero_si512()); C];
+            for (c, x) in xc.iter_mut().enumerate() {
+                *x = pair(xs.add(c * width + b * BLOCK));
+            }
+            for r in 0..TILE {
+                let codes = pair(p.add(r * BLOCK));
+                let q = sp.add(r * S::KEPT);
+                let scales = match S::KEPT {
+                    0 => (_mm512_setzero_ps(), _mm512_setzero_ps()),
+                    1 => (_mm512_set1_ps(q.read()), _mm512_setzero_ps()),
+                    2 => (_mm512_set1_ps(q.read()), _mm512_set1_ps(q.add(1).read())),
+                    _ => (_mm512_loadu_ps(q), _mm512_setzero_ps()),
+                };
+                for c in 0..C {
+                    acc[r][c] = step::<HW>(S::FOLD, acc[r][c], codes, scales, xc[c]);
+                }
+            }
+            p = p.add(rows * BLOCK);
+            sp = sp.add(rows * S::KEPT);
+        }
+        for c in 0..C {
+            let mut a = [_mm512_setzero_ps(); TILE];
+            for r in 0..TILE {
+                a[r] = acc[r][c];
+            }
+            for (r, y) in sums(a).iter().enumerate() {
+                if first + i + r < end {
+                    out.put(column + c, first + i + r, w.finish(first + i + r, *y));
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn panel_product<S: Stored, const HW: bool>(
+    w: &Rows<'_>,
+    range: Range<usize>,
+    x: &[u16],
+    width: usize,
+    out: &Out<'_>,
+) {
+    let columns = x.len() / width;
+    // Taken out of its cell, for a closure would not inherit the enabled instructions.
+    let mut panel = SCRATCH.take();
+    // SAFETY: as `expand` and `tile`.
+    unsafe {
+        let rows = expand::<S, HW>(w, range.clone(), &mut panel);
+        let mut c = 0;
+        while c < columns {
+            let n = (columns - c).min(TILE);
+            for i in (0..rows).step_by(TILE) {
+                match n {
+                    1 => tile::<S, HW, 1>(w, range.start, i, &panel, rows, x, width, c, range.end, out),
+                    2 => tile::<S, HW, 2>(w, range.start, i, &panel, rows, x, width, c, range.end, out),
+                    3 => tile::<S, HW, 3>(w, range.start, i, &panel, rows, x, width, c, range.end, out),
+                    _ => tile::<S, HW, TILE>(w, range.start, i, &panel, rows, x, width, c, range.end, out),
+                }
+            }
+            c += n;
+        }
+    }
+    SCRATCH.set(panel);
+}
+
+/// Columns up to which codes are expanded in registers, once for every four columns, instead of once into a panel.
+pub(crate) const DIRECT: usize = 16;
+
+#[inline(always)]
+unsafe fn any<S: Stored, const HW: bool>(
+    w: &Rows<'_>,
+    range: Range<usize>,
+    x: &[u16],
+    width: usize,
+    out: &Out<'_>,
+) {
+    // SAFETY: as the callees.
+    unsafe {
+        if x.len() / width <= DIRECT {
+            direct_rows::<S, HW>(w, range, x, width, out);
+        } else {
+            panel_product::<S, HW>(w, range, x, width, out);
+        }
+    }
+}
+
+macro_rules! entry {
+    ($name:ident, $hw:literal, $features:literal) => {
+        #[target_feature(enable = $features)]
+        fn $name(w: &Rows<'_>, range: Range<usize>, x: &[u16], width: usize, out: &Out<'_>) {
+            use Kind::*;
+            // SAFETY: the features are enabled here; `product` checked the shapes.
+            unsafe {
+                match w.kind() {
+                    Bf16 => any::<SBf16, $hw>(w, range, x, width, out),
+                    Q4 => any::<SQ4, $hw>(w, range, x, width, out),
+                    Q5 => any::<SQ5, $hw>(w, range, x, width, out),
+                    Q6 => any::<SQ6, $hw>(w, range, x, width, out),
+                    Q8 => any::<SQ8, $hw>(w, range, x, width, out),
+                    Nvfp4Mul | Nvfp4Div | Nvfp4MulSwizzled | Nvfp4DivSwizzled => {
+                        any::<SNvfp4, $hw>(w, range, x, width, out)
+                    }
+                    Fp8Row | Fp8Tensor => any::<SFp8<false>, $hw>(w, range, x, width, out),
+                    Fp8Block => any::<SFp8<true>, $hw>(w, range, x, width, out),
+                    Mxfp8 => any::<SMxfp8, $hw>(w, range, x, width, out),
+                    F32 | F16 => {}
+                }
+            }
+        }
+    };
+}
+entry!(with_bf16, true, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c,bmi2");
+entry!(without_bf16, false, "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,bmi2");
+
+/// Rows `range` of `w` (not FP32 or FP16) times the packed columns `x`, `width` elements each, into `out`. `bf16` says
+/// that the processor has BF16 dot products; the rest of AVX-512 it must have.
+pub(crate) fn product(bf16: bool, w: &Rows<'_>, range: Range<usize>, x: &[u16], width: usize, out: &Out<'_>) {
+    assert!(range.end <= w.n() && width == w.blocks() * BLOCK && x.len().is_multiple_of(width.max(1)));
+    if width == 0 {
+        return;
+    }
+    if bf16 {
+        // SAFETY: the caller's word about the processor.
+        unsafe { with_bf16(w, range, x, width, out) }
+    } else {
+        // SAFETY: as above.
+        unsafe { without_bf16(w, range, x, width, out) }
+    }
+}

@@ -1,0 +1,79 @@
+//! Matrix products `y = x W^T` straight from stored words.
+//!
+//! # Order of additions
+//! An output is a function of its weight row and its activation column alone. K is cut into blocks of 64, each two steps
+//! of 32 pairs; a step adds two products to each of 16 lanes, `acc = fma(w1, x1, acc)` then `fma(w0, x0, acc)`. Codes
+//! enter exactly, as BF16. Formats with scales along K sum a group's products first and add them as
+//! `acc = fma(scale, t, acc)`. At the end the lanes fold in halves (`num::tree`), then row and tensor scales multiply.
+//! This does not depend on the number of columns, on threads or on the instruction set, so prefill, decode and any
+//! batch agree bit for bit.
+//!
+//! # Error
+//! A lane adds K/16 products and the tree has 4 levels: `|y - exact| <= (K/16 + 8) 2^-24 sum |w x|`, plus the output's
+//! rounding. BF16 *weights* below 2^-126, and their products below 2^-126, count as zero where the processor's BF16 dot
+//! product is used; activations are checked and never flushed.
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod out;
+mod pack;
+mod portable;
+mod rows;
+
+pub use out::Out;
+pub use pack::Packed;
+pub use rows::{Kind, Rows};
+
+use super::isa::Isa;
+use super::pool::Pool;
+use std::ops::Range;
+
+/// Bytes of weights a task of a matrix-vector product reads at least.
+const TASK_BYTES: usize = 16 << 10;
+
+/// `y = x W^T` for a weight stacked from parts by rows; parts fill consecutive rows of the output.
+pub fn product(pool: &Pool, isa: Isa, parts: &[Rows<'_>], x: &mut Packed, out: Out<'_>) {
+    if parts.iter().any(|p| p.kind().even_odd()) {
+        x.split();
+    }
+    let x = &*x;
+    // All parts share one parallel loop: stacked projections of a few rows would not fill the threads one by one.
+    let mut tasks: Vec<(usize, Range<usize>)> = Vec::new();
+    let mut offsets = Vec::with_capacity(parts.len());
+    let mut offset = 0;
+    for (i, p) in parts.iter().enumerate() {
+        assert_eq!(p.k(), x.k(), "weight and activations differ in K");
+        let chunk = chunk_rows(pool, p, x.columns());
+        tasks.extend((0..p.n()).step_by(chunk).map(|r| (i, r..(r + chunk).min(p.n()))));
+        offsets.push(offset);
+        offset += p.n();
+    }
+    pool.run(tasks.len(), |t| {
+        let (part, range) = tasks[t].clone();
+        product_rows(isa, &parts[part], range, x, &out.shifted(offsets[part]));
+    });
+}
+
+/// Rows a task takes.
+fn chunk_rows(pool: &Pool, w: &Rows<'_>, columns: usize) -> usize {
+    let row = (w.bytes() / w.n().max(1)).max(1);
+    #[cfg(target_arch = "x86_64")]
+    if columns > avx512::DIRECT {
+        return avx512::panel_rows(w.blocks());
+    }
+    let work = TASK_BYTES / (row * columns.max(1));
+    pool.share(w.n(), work.max(1)).next_multiple_of(4)
+}
+
+/// Rows `range` on the calling thread.
+pub(crate) fn product_rows(isa: Isa, w: &Rows<'_>, range: Range<usize>, x: &Packed, out: &Out<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    if isa >= Isa::Avx512 && !matches!(w.kind(), Kind::F32 | Kind::F16) {
+        let xs = x.order(w.kind().even_odd());
+        return avx512::product(isa == Isa::Avx512Bf16 && !x.tiny(), w, range, xs, x.width(), out);
+    }
+    portable::product(isa, w, range, x, out);
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,82 @@
+//! Activations laid out for the dot-product steps.
+
+use super::rows::BLOCK;
+
+/// BF16 activations of some columns (tokens), K padded with zeros to whole blocks; each block of 64 is kept in natural
+/// order and, on demand, with its even elements before its odd ones.
+#[derive(Debug, Default)]
+pub struct Packed {
+    columns: usize,
+    k: usize,
+    blocks: usize,
+    natural: Vec<u16>,
+    even_odd: Vec<u16>,
+    tiny: bool,
+}
+
+/// Below this exponent field (2^-90), products with the smallest code could fall under 2^-126, where the BF16 dot
+/// product of the processor flushes to zero.
+const TINY: u16 = 127 - 90;
+
+impl Packed {
+    /// Packs `x [columns, k]`, of which consecutive columns are `stride` elements apart.
+    pub fn pack(&mut self, x: &[u16], columns: usize, k: usize, stride: usize) {
+        let blocks = k.div_ceil(BLOCK);
+        let width = blocks * BLOCK;
+        (self.columns, self.k, self.blocks) = (columns, k, blocks);
+        self.even_odd.clear();
+        self.natural.clear();
+        self.natural.reserve(columns * width);
+        self.tiny = false;
+        for c in 0..columns {
+            let row = &x[c * stride..c * stride + k];
+            self.tiny |= row.iter().fold(false, |t, v| t | ((v & 0x7fff != 0) & ((v >> 7) & 0xff < TINY)));
+            self.natural.extend_from_slice(row);
+            self.natural.resize((c + 1) * width, 0);
+        }
+    }
+
+    /// Makes the even-odd order available.
+    pub fn split(&mut self) {
+        if self.even_odd.len() == self.natural.len() {
+            return;
+        }
+        self.even_odd.resize(self.natural.len(), 0);
+        for (o, x) in self.even_odd.chunks_exact_mut(BLOCK).zip(self.natural.chunks_exact(BLOCK)) {
+            let (even, odd) = o.split_at_mut(BLOCK / 2);
+            for ((e, d), p) in even.iter_mut().zip(odd).zip(x.chunks_exact(2)) {
+                (*e, *d) = (p[0], p[1]);
+            }
+        }
+    }
+
+    /// Columns.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// Elements of a column.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Elements of a packed column.
+    pub(crate) fn width(&self) -> usize {
+        self.blocks * BLOCK
+    }
+
+    /// All columns in one order; the even-odd order must have been made.
+    pub(crate) fn order(&self, even_odd: bool) -> &[u16] {
+        if even_odd {
+            assert_eq!(self.even_odd.len(), self.natural.len(), "even-odd order not made");
+            &self.even_odd
+        } else {
+            &self.natural
+        }
+    }
+
+    /// Whether some activation is so small that flushing could show.
+    pub(crate) fn tiny(&self) -> bool {
+        self.tiny
+    }
+}

@@ -1,0 +1,13 @@
+//! The CPU backend: kernels on stored words, dispatched at run time on AVX-512, AVX2 or plain Rust.
+//!
+//! Results do not depend on the number of rows in a call, on threads, or on the instruction set (see `linear` for the
+//! one exception), so prefill, decode, any chunking and any batch agree bit for bit.
+#![expect(
+    unsafe_code,
+    reason = "vector intrinsics, a thread pool, disjoint writes; each block says why it is sound"
+)]
+
+pub mod isa;
+pub mod linear;
+pub mod num;
+pub mod pool;
