@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use crate::error::{Result, TextError};
 use crate::generation::GenerationDefaults;
-use crate::message::{Content, Message, Role, Tool};
+use crate::message::{Content, Message, Role, Tool, ToolCall};
 use crate::output::Start;
 use crate::template::Template;
 use crate::tokenizer::{EncodeOptions, Tokenizer};
@@ -21,6 +21,8 @@ use crate::tokenizer::{EncodeOptions, Tokenizer};
 /// Put after the first character of a spelling that must stay text. A noncharacter: no text that is
 /// meant to be exchanged has it, and messages that do lose it.
 const MARK: char = '\u{FDD0}';
+/// The mark in JSON that keeps to ASCII.
+const ESCAPED_MARK: &str = "\\ufdd0";
 
 /// The resource files of a model, as bytes.
 #[derive(Debug, Clone, Default)]
@@ -218,7 +220,7 @@ impl ChatFormat {
             (clean, Vec::new())
         };
         let opener = self.opener(&text, &messages, tools, options);
-        let start = start_after(&opener);
+        let mut start = start_after(&opener);
         if let Some(prefill) = prefill {
             if start == Start::Reasoning {
                 return Err(conversation(
@@ -226,6 +228,7 @@ impl ChatFormat {
                     "the last message cannot be continued while thinking is on; set enable_thinking to false",
                 ));
             }
+            start = Start::Content;
             let offset = text.len();
             for spelling in self.spellings(Protect::Special) {
                 literal.extend(
@@ -491,11 +494,13 @@ impl Marker {
     }
 }
 
-/// Removes marks; each becomes the range of the two characters around it.
+/// Removes marks; each becomes the range of the two bytes around it. A template that writes JSON in
+/// ASCII has escaped them.
 fn unmark(text: &str) -> (String, Vec<Range<usize>>) {
     let mut out = String::with_capacity(text.len());
     let mut literal = Vec::new();
-    for (index, piece) in text.split(MARK).enumerate() {
+    let pieces = text.split(MARK).flat_map(|piece| piece.split(ESCAPED_MARK));
+    for (index, piece) in pieces.enumerate() {
         if index > 0 {
             let start = out.len().saturating_sub(1);
             literal.push(start..out.len() + 1);
@@ -507,37 +512,47 @@ fn unmark(text: &str) -> (String, Vec<Range<usize>>) {
 
 /// A message as the template sees it.
 fn message_value(message: &Message) -> Value {
-    let mut map = message.extra.clone();
-    map.insert("role".to_owned(), message.role.template_name().into());
     let content = match &message.content {
-        // Templates index into the content; an absent one is an empty text.
+        // Templates search in the content; an absent one is an empty text.
         None => Value::from(""),
         Some(Content::Text(text)) => text.as_str().into(),
         Some(Content::Parts(parts)) => Value::Array(parts.clone()),
     };
-    map.insert("content".to_owned(), content);
+    let mut map = Map::from_iter([
+        ("role".to_owned(), message.role.template_name().into()),
+        ("content".to_owned(), content),
+    ]);
     if let Some(reasoning) = message.reasoning() {
         map.insert("reasoning_content".to_owned(), reasoning.into());
     }
     if !message.tool_calls.is_empty() {
-        let calls: Vec<Value> = message
-            .tool_calls
-            .iter()
-            .map(|call| {
-                json!({
-                    "id": call.id,
-                    "type": call.kind,
-                    "function": {"name": call.function.name, "arguments": call.function.arguments_object()},
-                })
-            })
-            .collect();
+        let calls: Vec<Value> = message.tool_calls.iter().map(call_value).collect();
         map.insert("tool_calls".to_owned(), Value::Array(calls));
+    }
+    for (name, value) in &message.extra {
+        if !map.contains_key(name) {
+            map.insert(name.clone(), value.clone());
+        }
     }
     for (name, field) in [("tool_call_id", &message.tool_call_id), ("name", &message.name)] {
         if let Some(field) = field {
             map.insert(name.to_owned(), field.as_str().into());
         }
     }
+    Value::Object(map)
+}
+
+/// A call as the template sees it.
+fn call_value(call: &ToolCall) -> Value {
+    let mut map = Map::new();
+    if let Some(id) = &call.id {
+        map.insert("id".to_owned(), id.as_str().into());
+    }
+    map.insert("type".to_owned(), call.kind.as_str().into());
+    map.insert(
+        "function".to_owned(),
+        json!({"name": call.function.name, "arguments": call.function.arguments_object()}),
+    );
     Value::Object(map)
 }
 
