@@ -2,6 +2,7 @@
 
 pub mod backend;
 pub mod error;
+pub mod model;
 pub mod ngram;
 pub mod numerics;
 pub mod state;
