@@ -1,1 +1,29 @@
-fn main() {}
+//! Development chores: `cargo xtask COMMAND`.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a development tool reports to its terminal")]
+
+mod synth;
+
+const USAGE: &str = "usage: cargo xtask synth OUT [OPTIONS]   writes a synthetic checkpoint (`synth --help`)";
+
+fn main() -> std::process::ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let result = match args.first().map(String::as_str) {
+        Some("synth") => synth::run(&args[1..]),
+        Some("--help" | "-h") => {
+            println!("{USAGE}");
+            return std::process::ExitCode::SUCCESS;
+        }
+        _ => Err(synth::Failure::Usage(USAGE.to_owned())),
+    };
+    match result {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(synth::Failure::Usage(text)) => {
+            eprintln!("{text}");
+            std::process::ExitCode::from(2)
+        }
+        Err(synth::Failure::Failed(text)) => {
+            eprintln!("error: {text}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}
