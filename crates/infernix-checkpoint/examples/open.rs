@@ -1,4 +1,5 @@
-//! Opens a checkpoint and prints what it holds: `cargo run --example open -- FOLDER`.
+//! Opens a checkpoint and prints what it holds: `cargo run --example open -- FOLDER [--read]`.
+//! With `--read` it reads every byte as well and prints the rate.
 #![expect(clippy::print_stdout, reason = "that is its purpose")]
 
 use std::collections::BTreeMap;
@@ -33,5 +34,19 @@ fn main() -> Result<(), CheckpointError> {
         println!("warning: {w}");
     }
     println!("all done in {:?}", started.elapsed());
+    if std::env::args().nth(2).as_deref() == Some("--read") {
+        let started = std::time::Instant::now();
+        let mut buffer = vec![0u8; 8 << 20];
+        let mut total = 0;
+        for t in c.tensors() {
+            for at in (0..t.bytes).step_by(buffer.len()) {
+                let end = t.bytes.min(at + buffer.len() as u64);
+                c.read(t, at..end, &mut buffer[..(end - at) as usize])?;
+                total += end - at;
+            }
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        println!("read {total} bytes in {seconds:.2} s, {:.0} MB/s", total as f64 / seconds / 1e6);
+    }
     Ok(())
 }

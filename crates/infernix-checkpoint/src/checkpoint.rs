@@ -17,6 +17,9 @@ use crate::{CheckpointError, Dtype, header, hf_cache, natural_cmp};
 /// The single file of a checkpoint without an index.
 const SINGLE_FILE: &str = "model.safetensors";
 
+/// What to do about GGUF files.
+const NO_GGUF: &str = "this version reads safetensors checkpoints only";
+
 /// How strict to be.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OpenOptions {
@@ -427,6 +430,9 @@ fn locate(path: &Path, opts: &OpenOptions) -> Result<Located, CheckpointError> {
         if name == INDEX_FILE {
             return locate(&folder, opts);
         }
+        if name.ends_with(".gguf") {
+            return Err(refuse("it is a GGUF file".to_owned(), NO_GGUF));
+        }
         if !name.ends_with(".safetensors") {
             return Err(refuse(
                 "the file's name does not end in .safetensors".to_owned(),
@@ -455,9 +461,14 @@ fn locate(path: &Path, opts: &OpenOptions) -> Result<Located, CheckpointError> {
     let index_text = read_small(&folder.join(INDEX_FILE), "an index", MAX_INDEX_BYTES)?;
     if index_text.is_none() && !present.iter().any(|n| n == SINGLE_FILE) {
         return Err(match present.as_slice() {
+            [] if folder.join("snapshots").is_dir() => refuse(
+                "it is a repository of the Hugging Face cache".to_owned(),
+                "pass one of the folders in its snapshots folder",
+            ),
+            [] if holds_gguf(&folder) => refuse("the folder holds GGUF files".to_owned(), NO_GGUF),
             [] => refuse(
                 format!("the folder holds neither {SINGLE_FILE} nor {INDEX_FILE}"),
-                "pass a folder that holds one, or a GGUF file by its own name",
+                "pass a folder that holds one",
             ),
             [one] => refuse(
                 format!("the folder holds {one}, but neither {SINGLE_FILE} nor {INDEX_FILE}"),
@@ -514,6 +525,13 @@ fn require_config(
     } else {
         Err(refuse("config.json is missing".to_owned(), "fetch it from the model's repository"))
     }
+}
+
+fn holds_gguf(folder: &Path) -> bool {
+    let is_gguf = |e: std::io::Result<std::fs::DirEntry>| {
+        e.is_ok_and(|e| Path::new(&e.file_name()).extension().is_some_and(|x| x == "gguf"))
+    };
+    std::fs::read_dir(folder).is_ok_and(|mut entries| entries.any(is_gguf))
 }
 
 /// The names of the safetensors files in a folder, in numeric order.

@@ -102,7 +102,7 @@ pub fn parse_header(path: &Path, json: &[u8], data_start: u64) -> Result<Vec<Hea
     parser.end().map_err(|e| fail(e.to_string()))?;
 
     // Empty tensors share an offset with their successor and come first.
-    entries.sort_by(|a, b| (a.begin, a.end).cmp(&(b.begin, b.end)));
+    entries.sort_by_key(|e| (e.begin, e.end));
     let mut position = 0;
     for e in &entries {
         let wrong = |expected: String, found: String| CheckpointError::Entry {

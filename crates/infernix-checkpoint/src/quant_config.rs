@@ -225,7 +225,7 @@ struct QuantConfig {
     complete: bool,
 }
 
-fn strings<'v>(value: Option<&'v Value>) -> impl Iterator<Item = &'v str> {
+fn strings(value: Option<&Value>) -> impl Iterator<Item = &str> {
     value
         .and_then(Value::as_array)
         .into_iter()

@@ -37,7 +37,7 @@ pub(crate) fn impostor(start: &[u8]) -> Option<(String, &'static str)> {
         ));
     }
     if head.starts_with(b"gguf") {
-        return Some(("a GGUF file".to_owned(), "pass GGUF files by their own name"));
+        return Some(("a GGUF file".to_owned(), "this version reads safetensors only"));
     }
     None
 }

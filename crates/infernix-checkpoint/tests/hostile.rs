@@ -252,6 +252,14 @@ fn what_counts_as_a_checkpoint() {
     f.put("x.bin", b"");
     assert_message(&Checkpoint::open(&f.join("x.bin"), &any).expect_err("no"), &[".safetensors"]);
 
+    let f = Folder::new();
+    f.put("x-00001-of-00002.gguf", b"GGUF");
+    assert_message(&refused(&f), &["GGUF", "safetensors checkpoints only"]);
+    let e = Checkpoint::open(&f.join("x-00001-of-00002.gguf"), &any).expect_err("no");
+    assert_message(&e, &["GGUF"]);
+    std::fs::create_dir_all(f.join("snapshots/abc")).expect("made");
+    assert_message(&refused(&f), &["Hugging Face cache", "snapshots"]);
+
     let f = two_shards();
     let e = Checkpoint::open(&f.join("m-1.safetensors"), &OpenOptions::default()).expect_err("a part");
     assert_message(&e, &["one of the 2 shards", "pass the folder"]);

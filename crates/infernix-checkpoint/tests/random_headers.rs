@@ -138,6 +138,49 @@ proptest! {
     }
 }
 
+/// Index-like text over a shard that is there and names that lead elsewhere.
+fn index_text() -> impl Strategy<Value = String> {
+    let token = prop::sample::select(vec![
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+        "\"weight_map\"",
+        "\"metadata\"",
+        "\"total_size\"",
+        "\"a\"",
+        "\"b\"",
+        "1",
+        "-1",
+        "1e999",
+        "null",
+        "\"model.safetensors\"",
+        "\"../model.safetensors\"",
+        "\"/etc/passwd\"",
+        "\"\"",
+        "\"\\u0000\"",
+        "{\"weight_map\":{\"a\":\"model.safetensors\"",
+        "\"a\":\"model.safetensors\",",
+        "\"metadata\":{\"total_size\":9},",
+    ]);
+    prop::collection::vec(token, 0..20).prop_map(|t| t.concat())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_index_opens_or_fails(text in index_text()) {
+        let f = common::Folder::single(&[common::t("a", "U8", &[2])]);
+        f.put("model.safetensors.index.json", text.as_bytes());
+        if let Ok(c) = f.open() {
+            prop_assert!(c.tensors().len() == 1);
+        }
+    }
+}
+
 #[test]
 fn huge_lengths_and_shapes_allocate_nothing() {
     let json = r#"{"a":{"dtype":"U8","shape":[9007199254740992],"data_offsets":[0,9007199254740992]}}"#;

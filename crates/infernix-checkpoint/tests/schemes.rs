@@ -291,8 +291,11 @@ fn integers_and_misfit_buffers_are_refused() {
     assert!(matches!(decode_all(&c, "i"), Err(CheckpointError::NotDecodable { .. })));
     assert_eq!(decode_all(&c, "e").expect("nothing to do").len(), 0);
     let a = c.resolve("a").expect("resolves").expect("there");
-    for (range, len) in [(0..3, 12), (0..1, 5), (2..1, 0), (0..u64::MAX, 8)] {
-        assert!(matches!(a.decode_rows_f32(range, &mut vec![0.0; len]), Err(CheckpointError::Range { .. })));
+    for (start, end, len) in [(0, 3, 12), (0, 1, 5), (2, 1, 0), (0, u64::MAX, 8)] {
+        assert!(matches!(
+            a.decode_rows_f32(start..end, &mut vec![0.0; len]),
+            Err(CheckpointError::Range { .. })
+        ));
     }
 }
 
