@@ -16,8 +16,11 @@ pub type ObjectDigests = BTreeMap<String, Digest>;
 
 /// The artifact's id: object digests in payload order, the file split and `metadata`.
 pub fn artifact_id(directory: &Directory, digests: &ObjectDigests) -> ArtifactId {
-    let objects: Vec<Value> =
-        directory.objects.iter().map(|o| json!([o.id, o.offset, digests.get(&o.id).map(Digest::to_string)])).collect();
+    let objects: Vec<Value> = directory
+        .objects
+        .iter()
+        .map(|o| json!([o.id, o.offset, digests.get(&o.id).map(Digest::to_string)]))
+        .collect();
     let split: Vec<u64> = directory.files.iter().map(|file| file.payload_bytes).collect();
     let value = json!({"domain": "infernix artifact id 1", "objects": objects, "files": split, "metadata": directory.metadata});
     ArtifactId::from_digest(&Digest::of(canonical(&value).as_bytes()))
@@ -44,7 +47,8 @@ pub fn directory_digest(directory: &Directory, id: ArtifactId) -> Digest {
 /// A digest to quote on a model card: what every parameter is, independent of file names, split, object ids and of how
 /// parameters share objects. `rows` is the volume's row digest, where the model has a volume.
 pub fn quotable_digest(directory: &Directory, digests: &ObjectDigests, rows: Option<Digest>) -> Digest {
-    let objects: BTreeMap<&str, &crate::Object> = directory.objects.iter().map(|o| (o.id.as_str(), o)).collect();
+    let objects: BTreeMap<&str, &crate::Object> =
+        directory.objects.iter().map(|o| (o.id.as_str(), o)).collect();
     let elements = |id: &str| objects.get(id).map_or(0, |object| object.elements());
     // Sorted by name: BTreeMap, and canonical() sorts again.
     let mut parameters = Map::new();

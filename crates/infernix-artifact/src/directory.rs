@@ -192,7 +192,8 @@ pub(crate) fn element_count(shape: &[u64]) -> Result<u64, String> {
         return Err(format!("rank {} is above 16", shape.len()));
     }
     let zero = shape.contains(&0);
-    let product = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d.max(1))).filter(|&n| n <= i64::MAX as u64);
+    let product =
+        shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d.max(1))).filter(|&n| n <= i64::MAX as u64);
     let count = product.ok_or_else(|| format!("shape {shape:?} has more than 2^63 elements"))?;
     Ok(if zero { 0 } else { count })
 }
@@ -250,7 +251,10 @@ impl Directory {
             (
                 "files",
                 Value::Array(
-                    self.files.iter().map(|f| json!({"path": f.path, "payload_bytes": f.payload_bytes})).collect(),
+                    self.files
+                        .iter()
+                        .map(|f| json!({"path": f.path, "payload_bytes": f.payload_bytes}))
+                        .collect(),
                 ),
             ),
         ];

@@ -8,7 +8,9 @@ use crate::directory::element_count;
 use crate::framing::{FRAME_ALIGNMENT, HEADER_BYTES, MAX_JSON_BYTES, align_up};
 use crate::names::{MAX_FILE_NAME, check_sibling, part_name};
 use crate::parse::validate;
-use crate::{ArtifactError, Binding, Component, Digest, Directory, FileEntry, Object, ObjectKind, Result, Use};
+use crate::{
+    ArtifactError, Binding, Component, Digest, Directory, FileEntry, Object, ObjectKind, Result, Use,
+};
 
 /// Largest file of a set unless the user says otherwise: 32 decimal gigabytes, as published sets have.
 pub const DEFAULT_MAX_FILE_BYTES: u64 = 32_000_000_000;
@@ -124,7 +126,9 @@ impl Draft {
             .map_err(|(at, reason)| ArtifactError::Invalid(format!("layout: {at}: {reason}")))?;
         let stored = directory.to_stored_json().len() as u64;
         if stored > json_bytes {
-            return Err(invalid(format!("file names need {stored} bytes of JSON and {json_bytes} are reserved")));
+            return Err(invalid(format!(
+                "file names need {stored} bytes of JSON and {json_bytes} are reserved"
+            )));
         }
         for pointer in &self.late {
             if !directory.to_value().pointer(pointer).is_some_and(Value::is_string) {
@@ -146,7 +150,10 @@ fn place(drafts: Vec<DraftObject>) -> Result<(Vec<Object>, u64), String> {
             return Err(format!("object id {:?} is used twice", draft.id));
         }
         if !draft.alignment.is_power_of_two() || draft.alignment > FRAME_ALIGNMENT {
-            return Err(format!("object {:?}: alignment {} is no power of two up to 4096", draft.id, draft.alignment));
+            return Err(format!(
+                "object {:?}: alignment {} is no power of two up to 4096",
+                draft.id, draft.alignment
+            ));
         }
         if let ObjectKind::Tensor { shape, .. } = &draft.kind {
             element_count(shape).map_err(|reason| format!("object {:?}: {reason}", draft.id))?;
@@ -174,7 +181,8 @@ fn split(directory: &mut Directory, payload: u64, limit: u64) -> Result<u64, Str
         let mut left = payload;
         let mut files = Vec::new();
         loop {
-            let (start, room) = if files.is_empty() { (payload_start, first) } else { (FRAME_ALIGNMENT, rest) };
+            let (start, room) =
+                if files.is_empty() { (payload_start, first) } else { (FRAME_ALIGNMENT, rest) };
             // The last file of the set need not end on a page.
             let take = if left <= limit.saturating_sub(start) { left } else { room };
             // Placeholder names of full length; the caller puts in the real ones.

@@ -60,7 +60,9 @@ pub enum ArtifactError {
         hint: &'static str,
     },
     /// A continuation file belongs to another set or another place in it.
-    #[error("{path}: part header: {field} is {found}, expected {expected}; the file belongs elsewhere or is damaged")]
+    #[error(
+        "{path}: part header: {field} is {found}, expected {expected}; the file belongs elsewhere or is damaged"
+    )]
     Part {
         /// The file.
         path: PathBuf,
@@ -107,7 +109,9 @@ pub enum ArtifactError {
         path: PathBuf,
     },
     /// A previous run left resumable state.
-    #[error("{path}: an unfinished conversion is here; continue it with --resume, or remove it with `infernix clean`")]
+    #[error(
+        "{path}: an unfinished conversion is here; continue it with --resume, or remove it with `infernix clean`"
+    )]
     StateExists {
         /// The state folder.
         path: PathBuf,
@@ -127,7 +131,9 @@ pub enum ArtifactError {
         now: String,
     },
     /// The state folder's files do not fit its journal.
-    #[error("{path}: the state of the unfinished conversion is damaged: {reason}; remove it with `infernix clean`")]
+    #[error(
+        "{path}: the state of the unfinished conversion is damaged: {reason}; remove it with `infernix clean`"
+    )]
     StateDamaged {
         /// The state folder or journal.
         path: PathBuf,

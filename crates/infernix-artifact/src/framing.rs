@@ -41,7 +41,9 @@ impl EntryHeader {
     pub(crate) fn parse(path: &Path, head: &[u8], file_bytes: u64) -> Result<Self> {
         let not = |reason: String| ArtifactError::NotAnArtifact { path: path.to_owned(), reason };
         if head.len() < 32 {
-            return Err(not(format!("is only {file_bytes} bytes long, too short for an artifact; download it again")));
+            return Err(not(format!(
+                "is only {file_bytes} bytes long, too short for an artifact; download it again"
+            )));
         }
         if head.starts_with(b"version https://git-lfs") {
             return Err(not("is a git-lfs pointer, not the file itself; fetch it with git lfs pull".into()));
@@ -111,7 +113,10 @@ fn foreign(head: &[u8]) -> String {
     if head.starts_with(b"NINFER\0\x02") {
         "is a version-2 container; this program reads version 3. Download the version-3 file of the model, or convert its checkpoint again".into()
     } else if head.starts_with(b"NINFER\0") {
-        format!("is a container of version {}; this program reads version 3 and may be older than the file", head[7])
+        format!(
+            "is a container of version {}; this program reads version 3 and may be older than the file",
+            head[7]
+        )
     } else if head.starts_with(b"NINPRT\0") {
         format!("is continuation file {} of a set; open the set's entry file instead", u64_at(head, 8))
     } else if head.starts_with(b"NINFERNG") {

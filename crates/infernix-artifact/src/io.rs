@@ -240,7 +240,9 @@ pub(crate) fn allocated_bytes(file: &File) -> u64 {
 /// Reads exactly `out` at `offset`; a short file is an error that says so.
 pub(crate) fn read_at(file: &File, path: &Path, out: &mut [u8], offset: u64) -> Result<()> {
     match file.read_exact_at(out, offset) {
-        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Err(ArtifactError::Shrunk { path: path.to_owned() }),
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
+            Err(ArtifactError::Shrunk { path: path.to_owned() })
+        }
         result => result.map_err(|e| ArtifactError::io(path, "read", e)),
     }
 }
@@ -265,9 +267,9 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
 /// # Errors
 /// Paths without a name, or whose name is not UTF-8 (the directory is UTF-8).
 pub(crate) fn file_name(path: &Path) -> Result<&str> {
-    path.file_name()
-        .and_then(|name| name.to_str())
-        .ok_or_else(|| ArtifactError::Invalid(format!("{}: has no file name that is valid UTF-8", path.display())))
+    path.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
+        ArtifactError::Invalid(format!("{}: has no file name that is valid UTF-8", path.display()))
+    })
 }
 
 /// `path` with `suffix` appended to its name.

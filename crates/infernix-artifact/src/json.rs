@@ -324,7 +324,9 @@ mod tests {
 
     #[test]
     fn non_finite_and_malformed_numbers_are_refused() {
-        for bad in ["NaN", "Infinity", "1e999", "-1e999", "01", "1.", ".5", "+1", "1e", "-", "18446744073709551616"] {
+        for bad in
+            ["NaN", "Infinity", "1e999", "-1e999", "01", "1.", ".5", "+1", "1e", "-", "18446744073709551616"]
+        {
             assert!(parse(bad.as_bytes()).is_err(), "{bad}");
         }
     }
@@ -337,7 +339,8 @@ mod tests {
 
     #[test]
     fn canonical_sorts_and_keeps_integers_apart_from_floats() {
-        let value = parse(br#" {"b": 10000000.0, "a": [1e-06, -7, 0.25, "\u00e9\n"], "c": 10000000} "#).unwrap();
+        let value =
+            parse(br#" {"b": 10000000.0, "a": [1e-06, -7, 0.25, "\u00e9\n"], "c": 10000000} "#).unwrap();
         assert_eq!(canonical(&value), "{\"a\":[1e-6,-7,2.5e-1,\"\u{e9}\\n\"],\"b\":1e7,\"c\":10000000}");
     }
 

@@ -4,7 +4,7 @@
 //! * [`Draft`] -> [`Layouted`] plans a set to the byte without touching the disk; [`Writer`] streams objects into
 //!   sparse files in a state folder, journals each finished one and publishes the set by renames.
 //! * [`ngram`] reads and writes the n-gram volume that lies beside a set.
-//! * `verify`, `rename`, `repair` and [`sums`] work on finished sets.
+//! * [`verify`], [`rename`], [`repair`] and [`sums`] work on finished sets.
 //!
 //! All of it treats the bytes it reads as untrusted: sizes are bounded, sums are checked, and every error names the
 //! file, the place and what was expected. `docs/container.md` describes the bytes.
@@ -22,12 +22,16 @@ pub mod ngram;
 mod parse;
 mod publish;
 mod reader;
+pub mod rename;
+pub mod repair;
 mod state;
 pub mod sums;
+pub mod verify;
 mod writer;
 
 pub use directory::{
-    ActivationPolicy, Binding, BindingPart, Component, Directory, FileEntry, Object, ObjectKind, Proposal, Use,
+    ActivationPolicy, Binding, BindingPart, Component, Directory, FileEntry, Object, ObjectKind, Proposal,
+    Use,
 };
 pub use draft::{DEFAULT_MAX_FILE_BYTES, Draft, DraftObject, LayoutOptions, Layouted, PlannedFile};
 pub use error::ArtifactError;

@@ -36,7 +36,8 @@ pub fn parse_numbered(name: &str) -> Option<(String, usize, usize)> {
     let (stem, extension) = split_extension(name);
     let (rest, count) = stem.rsplit_once("-of-")?;
     let (rest, index) = rest.rsplit_once('-')?;
-    let number = |t: &str| (t.len() == 5 && t.bytes().all(|b| b.is_ascii_digit())).then(|| t.parse().ok()).flatten();
+    let number =
+        |t: &str| (t.len() == 5 && t.bytes().all(|b| b.is_ascii_digit())).then(|| t.parse().ok()).flatten();
     let (index, count) = (number(index)?, number(count)?);
     (!rest.is_empty()).then(|| (format!("{rest}{extension}"), index, count))
 }

@@ -9,8 +9,8 @@ use serde_json::{Map, Value};
 use crate::directory::{MAX_NAME, element_count};
 use crate::names::check_sibling;
 use crate::{
-    ActivationPolicy, ArtifactError, Binding, BindingPart, Component, Directory, FileEntry, Object, ObjectKind,
-    Proposal, Result, Use, json,
+    ActivationPolicy, ArtifactError, Binding, BindingPart, Component, Directory, FileEntry, Object,
+    ObjectKind, Proposal, Result, Use, json,
 };
 
 /// (JSON pointer, reason).
@@ -104,7 +104,10 @@ fn name(at: String, value: Value) -> Result<String, Fault> {
 }
 
 fn integer(at: String, value: &Value) -> Result<u64, Fault> {
-    value.as_u64().filter(|&n| n <= i64::MAX as u64).ok_or_else(|| (at, format!("{value:.40} is no integer in 0..2^63")))
+    value
+        .as_u64()
+        .filter(|&n| n <= i64::MAX as u64)
+        .ok_or_else(|| (at, format!("{value:.40} is no integer in 0..2^63")))
 }
 
 fn open(at: String, value: Value) -> Result<Map<String, Value>, Fault> {
@@ -115,7 +118,10 @@ fn open(at: String, value: Value) -> Result<Map<String, Value>, Fault> {
 }
 
 /// Keys of maps are names too.
-fn keyed(at: &str, map: Map<String, Value>) -> Result<impl Iterator<Item = (String, String, Value)> + use<>, Fault> {
+fn keyed(
+    at: &str,
+    map: Map<String, Value>,
+) -> Result<impl Iterator<Item = (String, String, Value)> + use<>, Fault> {
     if let Some(key) = map.keys().find(|key| key.is_empty() || key.len() > MAX_NAME) {
         return Err((at.to_owned(), format!("name {key:.40?} is empty or longer than {MAX_NAME} bytes")));
     }
@@ -133,13 +139,17 @@ fn from_value(value: Value) -> Result<Directory, Fault> {
     let components = keyed("/components", root.object("components")?)?
         .map(|(at, id, value)| Ok((id, component(at, value)?)))
         .collect::<Result<_, Fault>>()?;
-    let objects =
-        items("/objects", root.array("objects")?).map(|(at, value)| object(at, value)).collect::<Result<_, _>>()?;
+    let objects = items("/objects", root.array("objects")?)
+        .map(|(at, value)| object(at, value))
+        .collect::<Result<_, _>>()?;
     let bindings = keyed("/bindings", root.object("bindings")?)?
         .map(|(at, key, value)| Ok((key, binding(at, value)?)))
         .collect::<Result<_, Fault>>()?;
-    let uses = items("/uses", root.array("uses")?).map(|(at, value)| one_use(at, value)).collect::<Result<_, _>>()?;
-    let files = items("/files", root.array("files")?).map(|(at, value)| file(at, value)).collect::<Result<_, _>>()?;
+    let uses = items("/uses", root.array("uses")?)
+        .map(|(at, value)| one_use(at, value))
+        .collect::<Result<_, _>>()?;
+    let files =
+        items("/files", root.array("files")?).map(|(at, value)| file(at, value)).collect::<Result<_, _>>()?;
     let metadata = root.optional("metadata").map(|v| open("/metadata".into(), v)).transpose()?;
     if let Some(value) = metadata.as_ref().and_then(|m| m.get("name")) {
         name("/metadata/name".into(), value.clone())?;
@@ -158,7 +168,8 @@ fn component(at: String, value: Value) -> Result<Component, Fault> {
     let mut record = Record::new(at, value)?;
     let config = record.object("config")?;
     let target = record.optional("target").map(|v| name(record.place("target"), v)).transpose()?;
-    let resources = record.optional("resources").map(|v| strings(record.place("resources"), v)).transpose()?;
+    let resources =
+        record.optional("resources").map(|v| strings(record.place("resources"), v)).transpose()?;
     let proposal = record.optional("proposal").map(|v| proposal(record.place("proposal"), v)).transpose()?;
     record.finish()?;
     Ok(Component { config, target, resources: resources.unwrap_or_default(), proposal })
@@ -181,8 +192,9 @@ fn object(at: String, value: Value) -> Result<Object, Fault> {
     let kind = match record.string("kind")?.as_str() {
         "tensor" => {
             let place = record.place("shape");
-            let shape: Vec<u64> =
-                items(&place, record.array("shape")?).map(|(at, v)| integer(at, &v)).collect::<Result<_, _>>()?;
+            let shape: Vec<u64> = items(&place, record.array("shape")?)
+                .map(|(at, v)| integer(at, &v))
+                .collect::<Result<_, _>>()?;
             ObjectKind::Tensor { shape, format: record.string("format")?, layout: record.string("layout")? }
         }
         "resource" => match record.string("encoding")?.as_str() {
@@ -300,8 +312,12 @@ pub(crate) fn validate(directory: &Directory, entry_name: &str) -> Result<(), Fa
             return Err((format!("{at}/proposal"), "only the text component has one".into()));
         }
         for (role, resource) in &component.resources {
-            if !objects.get(resource.as_str()).is_some_and(|(object, _)| object.kind == ObjectKind::Resource) {
-                return Err((format!("{at}/resources/{role}"), format!("no resource object {resource:.80?}")));
+            if !objects.get(resource.as_str()).is_some_and(|(object, _)| object.kind == ObjectKind::Resource)
+            {
+                return Err((
+                    format!("{at}/resources/{role}"),
+                    format!("no resource object {resource:.80?}"),
+                ));
             }
         }
     }
@@ -316,7 +332,10 @@ pub(crate) fn validate(directory: &Directory, entry_name: &str) -> Result<(), Fa
                 let elements = tensor(at.clone(), &part.object)?;
                 if part.begin >= part.end || part.end > elements {
                     let (begin, end, object) = (part.begin, part.end, &part.object);
-                    return Err((at, format!("range [{begin}, {end}) is outside the {elements} elements of {object:?}")));
+                    return Err((
+                        at,
+                        format!("range [{begin}, {end}) is outside the {elements} elements of {object:?}"),
+                    ));
                 }
                 Ok(())
             })?,
@@ -355,10 +374,9 @@ fn files(files: &[FileEntry], entry_name: &str) -> Result<u64, Fault> {
                 }
             }
         }
-        payload = payload
-            .checked_add(file.payload_bytes)
-            .filter(|&sum| sum <= i64::MAX as u64)
-            .ok_or_else(|| (format!("/files/{i}/payload_bytes"), "the payload exceeds 2^63 bytes".to_owned()))?;
+        payload = payload.checked_add(file.payload_bytes).filter(|&sum| sum <= i64::MAX as u64).ok_or_else(
+            || (format!("/files/{i}/payload_bytes"), "the payload exceeds 2^63 bytes".to_owned()),
+        )?;
     }
     if files.is_empty() { Err(("/files".into(), "is empty".into())) } else { Ok(payload) }
 }
@@ -371,14 +389,18 @@ fn objects(objects: &[Object], payload: u64) -> Result<HashMap<&str, (&Object, u
         let at = || format!("/objects/{i}");
         let id = &object.id;
         if object.offset < end {
-            let reason = format!("{id:?} starts at {} inside or before the object ending at {end}", object.offset);
+            let reason =
+                format!("{id:?} starts at {} inside or before the object ending at {end}", object.offset);
             return Err((at(), reason));
         }
         end = match object.offset.checked_add(object.bytes) {
             Some(end) if end <= payload => end,
             _ => {
                 let (offset, bytes) = (object.offset, object.bytes);
-                return Err((at(), format!("{id:?} at {offset} of {bytes} bytes exceeds the payload of {payload} bytes")));
+                return Err((
+                    at(),
+                    format!("{id:?} at {offset} of {bytes} bytes exceeds the payload of {payload} bytes"),
+                ));
             }
         };
         let elements = match &object.kind {
@@ -386,7 +408,10 @@ fn objects(objects: &[Object], payload: u64) -> Result<HashMap<&str, (&Object, u
             ObjectKind::Tensor { shape, layout, .. } => {
                 if let Some(alignment) = known_alignment(layout).filter(|a| object.offset % a != 0) {
                     let offset = object.offset;
-                    return Err((at(), format!("{id:?} at {offset} is not aligned to {alignment} as {layout} demands")));
+                    return Err((
+                        at(),
+                        format!("{id:?} at {offset} is not aligned to {alignment} as {layout} demands"),
+                    ));
                 }
                 element_count(shape).map_err(|reason| (format!("{}/shape", at()), reason))?
             }
@@ -434,8 +459,16 @@ mod tests {
     #[test]
     fn unknown_members_of_every_fixed_record_are_refused() {
         for record in [
-            r#"{"config":"#, r#"{"domain":"#, r#"{"id":"w","#, r#"{"id":"r","#, r#"{"object":"w"}"#, r#"{"parts":"#,
-            r#"{"object":"w","range""#, r#"{"parameter":"#, r#"{"path":null"#, r#"{"components":"#,
+            r#"{"config":"#,
+            r#"{"domain":"#,
+            r#"{"id":"w","#,
+            r#"{"id":"r","#,
+            r#"{"object":"w"}"#,
+            r#"{"parts":"#,
+            r#"{"object":"w","range""#,
+            r#"{"parameter":"#,
+            r#"{"path":null"#,
+            r#"{"components":"#,
         ] {
             let spoiled = record.replacen('{', "{\"zzz\":0,", 1);
             assert!(fault(record, &spoiled).contains("zzz"), "{record}");

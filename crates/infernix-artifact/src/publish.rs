@@ -1,6 +1,7 @@
 //! Publication: digests and directory into the files, then renames in the order volume, parts, report, entry. An entry
 //! that exists is complete.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -103,7 +104,11 @@ impl Writer {
         };
         let report = self.prepare_report(options.report, &summary)?;
         let started = Instant::now();
-        let lines = if options.sha256sums { self.sums(options.volume.as_ref(), report.as_ref())? } else { Vec::new() };
+        let lines = if options.sha256sums {
+            self.sums(options.volume.as_ref(), report.as_ref())?
+        } else {
+            Vec::new()
+        };
         let sha256_time = started.elapsed();
         if self.publishing.is_none() {
             self.state.append(&[json!({"publish": id.to_string()})])?;
@@ -122,8 +127,15 @@ impl Writer {
             self.io.rename_new(temporary, target)?;
         }
         self.io.sync_folder(folder)?;
-        for (path, line) in lines {
-            sums::update(folder_of(&path), &[], &[(file_name(&path)?.to_owned(), line)], &self.io)?;
+        let mut folders: BTreeMap<PathBuf, Vec<(String, String)>> = BTreeMap::new();
+        for (path, hash) in lines {
+            folders
+                .entry(folder_of(&path).to_owned())
+                .or_default()
+                .push((file_name(&path)?.to_owned(), hash));
+        }
+        for (folder, lines) in &folders {
+            sums::update(folder, &[], lines, &self.io)?;
         }
         let entry = &self.files[0];
         self.io.rename_new(&entry.temporary, &entry.target)?;
@@ -137,7 +149,9 @@ impl Writer {
         self.state.remove(&names)?;
         self.io.sync_folder(folder)?;
         let files = self.files.iter();
-        let files = files.map(|file| PublishedFile { path: file.target.clone(), bytes: file.plan.file_bytes }).collect();
+        let files = files
+            .map(|file| PublishedFile { path: file.target.clone(), bytes: file.plan.file_bytes })
+            .collect();
         Ok(Publication { summary, files, volume, report: report.map(|(_, target)| target), sha256_time })
     }
 
@@ -181,7 +195,11 @@ impl Writer {
 
     /// Writes the report into the state folder; returns (temporary, target). A report that an earlier run published
     /// stays as it is.
-    fn prepare_report(&self, report: Option<Report<'_>>, summary: &Summary) -> Result<Option<(PathBuf, PathBuf)>> {
+    fn prepare_report(
+        &self,
+        report: Option<Report<'_>>,
+        summary: &Summary,
+    ) -> Result<Option<(PathBuf, PathBuf)>> {
         let Some(render) = report else { return Ok(None) };
         let (temporary, target) = (self.state.folder.join("report.json"), report_path(&self.out));
         let published = self.publishing.is_some() && target.exists();
@@ -200,8 +218,9 @@ impl Writer {
             self.files.iter().map(|file| (file.temporary.clone(), file.target.clone())).collect();
         files.extend(volume.map(|v| (v.temporary().to_owned(), v.target().to_owned())));
         files.extend(report.cloned());
-        let present =
-            |(temporary, target): &(PathBuf, PathBuf)| if temporary.exists() { temporary.clone() } else { target.clone() };
+        let present = |(temporary, target): &(PathBuf, PathBuf)| {
+            if temporary.exists() { temporary.clone() } else { target.clone() }
+        };
         let paths: Vec<PathBuf> = files.iter().map(present).collect();
         let hashes = sums::hash_files(&paths, &self.io.interrupt)?;
         Ok(files.into_iter().map(|(_, target)| target).zip(hashes).collect())

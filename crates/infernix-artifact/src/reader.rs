@@ -146,7 +146,7 @@ impl Artifact {
                 (None, Some((file, bytes))) => (path.to_owned(), file, bytes, header.payload_start()),
                 (Some(name), _) => {
                     let path = folder_of(path).join(name);
-                    let (file, bytes) = open_file(&path)?;
+                    let (file, bytes) = open_sibling(&path)?;
                     let mut head = vec![0; bytes.min(HEADER_BYTES) as usize];
                     read_at(&file, &path, &mut head, 0)?;
                     check_part(&path, &head, index as u64, header.artifact_id)?;
@@ -164,7 +164,15 @@ impl Artifact {
                 return Err(ArtifactError::Length { path, expected, found: bytes, hint });
             }
             let payload_bytes = planned.payload_bytes;
-            files.push(OpenFile { path, file, bytes, payload_start, logical_start, payload_bytes, map: OnceLock::new() });
+            files.push(OpenFile {
+                path,
+                file,
+                bytes,
+                payload_start,
+                logical_start,
+                payload_bytes,
+                map: OnceLock::new(),
+            });
             logical_start += payload_bytes;
         }
         Ok(Self { files, directory, id: header.artifact_id, json_bytes: header.json_bytes, options })
@@ -222,10 +230,14 @@ impl Artifact {
     /// # Errors
     /// A range beyond the payload.
     pub fn segments(&self, offset: u64, bytes: u64) -> Result<Vec<Segment>> {
-        let end = offset.checked_add(bytes).filter(|&end| end <= self.directory.payload_bytes()).ok_or_else(|| {
-            let (path, total) = (self.path().display(), self.directory.payload_bytes());
-            ArtifactError::Invalid(format!("{path}: {bytes} bytes at {offset} are outside the payload of {total} bytes"))
-        })?;
+        let end = offset.checked_add(bytes).filter(|&end| end <= self.directory.payload_bytes()).ok_or_else(
+            || {
+                let (path, total) = (self.path().display(), self.directory.payload_bytes());
+                ArtifactError::Invalid(format!(
+                    "{path}: {bytes} bytes at {offset} are outside the payload of {total} bytes"
+                ))
+            },
+        )?;
         let mut segments = Vec::new();
         for (index, file) in self.files.iter().enumerate() {
             let start = offset.max(file.logical_start);
@@ -283,7 +295,10 @@ impl Artifact {
             if segment.offset % FRAME_ALIGNMENT == object.offset % FRAME_ALIGNMENT {
                 let map = self.map(segment.file)?;
                 let start = segment.offset as usize;
-                return Ok(ObjectBytes { source: Source::Mapped(map), range: start..start + segment.bytes as usize });
+                return Ok(ObjectBytes {
+                    source: Source::Mapped(map),
+                    range: start..start + segment.bytes as usize,
+                });
             }
         }
         let align = FRAME_ALIGNMENT as usize;
@@ -360,9 +375,25 @@ fn open_file(path: &Path) -> Result<(File, u64)> {
     let file = File::open(path).map_err(|e| ArtifactError::io(path, "open", e))?;
     let meta = file.metadata().map_err(|e| ArtifactError::io(path, "look at", e))?;
     if !meta.is_file() {
-        return Err(ArtifactError::NotAnArtifact { path: path.to_owned(), reason: "is no regular file".into() });
+        return Err(ArtifactError::NotAnArtifact {
+            path: path.to_owned(),
+            reason: "is no regular file".into(),
+        });
     }
     Ok((file, meta.len()))
+}
+
+fn open_sibling(path: &Path) -> Result<(File, u64)> {
+    open_file(path).map_err(|error| match error {
+        ArtifactError::Io { path, source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+            ArtifactError::Io {
+                path,
+                action: "open a file that the entry lists (download it, or run an interrupted rename again)",
+                source,
+            }
+        }
+        other => other,
+    })
 }
 
 #[expect(unsafe_code, reason = "mapping a file")]

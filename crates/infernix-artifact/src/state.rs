@@ -114,11 +114,15 @@ impl Lock {
             };
             if !same {
                 if !folder.is_dir() {
-                    return Err(ArtifactError::Locked { path: folder.to_owned(), holder: "a run that just ended".into() });
+                    return Err(ArtifactError::Locked {
+                        path: folder.to_owned(),
+                        holder: "a run that just ended".into(),
+                    });
                 }
                 continue;
             }
-            let write = file.set_len(0).and_then(|()| file.write_all(std::process::id().to_string().as_bytes()));
+            let write =
+                file.set_len(0).and_then(|()| file.write_all(std::process::id().to_string().as_bytes()));
             write.map_err(|e| ArtifactError::io(&path, "write", e))?;
             return Ok(Self { _file: file });
         }
@@ -195,7 +199,12 @@ pub(crate) struct State {
 
 impl State {
     /// Opens or creates the state of `out`. Returns the journal's lines after the key's.
-    pub(crate) fn open(out: &Path, key: &JournalKey, resume: Resume, io: Io) -> Result<(Arc<Self>, Vec<Value>)> {
+    pub(crate) fn open(
+        out: &Path,
+        key: &JournalKey,
+        resume: Resume,
+        io: Io,
+    ) -> Result<(Arc<Self>, Vec<Value>)> {
         let folder = state_folder(out);
         if folder.exists() {
             if resume == Resume::No {
@@ -205,7 +214,8 @@ impl State {
             }
         } else {
             match io.create_dir(&folder) {
-                Err(ArtifactError::Io { source, .. }) if source.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(ArtifactError::Io { source, .. })
+                    if source.kind() == std::io::ErrorKind::AlreadyExists => {}
                 result => result?,
             }
             io.sync_folder(folder_of(out))?;
@@ -287,7 +297,8 @@ mod tests {
         let out = dir.path().join("o");
         let (state, _) = State::open(&out, &JournalKey::new(), Resume::No, Io::default()).unwrap();
         for resume in [Resume::No, Resume::Yes] {
-            let second = State::open(&out, &JournalKey::new(), resume, Io::default()).unwrap_err().to_string();
+            let second =
+                State::open(&out, &JournalKey::new(), resume, Io::default()).unwrap_err().to_string();
             assert!(second.contains(&format!("process {}", std::process::id())), "{second}");
         }
         assert!(clean(&out).is_err());

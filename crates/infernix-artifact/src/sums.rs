@@ -43,7 +43,8 @@ pub(crate) fn hash_files(paths: &[PathBuf], interrupt: &Interrupt) -> Result<Vec
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                while let Some((i, path)) = paths.iter().enumerate().nth(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some((i, path)) = paths.iter().enumerate().nth(next.fetch_add(1, Ordering::Relaxed))
+                {
                     let result = hash_file(path, interrupt);
                     results.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push((i, result));
                 }

@@ -10,8 +10,10 @@ use serde_json::{Value, json};
 
 use crate::digest::ObjectDigests;
 use crate::draft::{PlannedFile, mask};
-use crate::framing::{check_part, HEADER_BYTES};
-use crate::io::{CHUNK, Faults, Interrupt, Io, allocated_bytes, available_bytes, drop_cache, file_name, folder_of, read_at};
+use crate::framing::{HEADER_BYTES, check_part};
+use crate::io::{
+    CHUNK, Faults, Interrupt, Io, allocated_bytes, available_bytes, drop_cache, file_name, folder_of, read_at,
+};
 use crate::state::State;
 use crate::{Artifact, ArtifactError, ArtifactId, Digest, Directory, JournalKey, Layouted, Object, Result};
 
@@ -43,7 +45,13 @@ pub struct WriterOptions {
 impl Default for WriterOptions {
     fn default() -> Self {
         // 64 MiB between syncs, as the published writer has it: small enough for a low count of dirty pages.
-        Self { interrupt: Interrupt::default(), checkpoint_bytes: 64 << 20, extra_bytes: 0, faults: None, durable: true }
+        Self {
+            interrupt: Interrupt::default(),
+            checkpoint_bytes: 64 << 20,
+            extra_bytes: 0,
+            faults: None,
+            durable: true,
+        }
     }
 }
 
@@ -122,9 +130,18 @@ impl Writer {
     ///
     /// # Errors
     /// Existing output or state, state of other inputs, a held lock, too little free space.
-    pub fn open(out: &Path, plan: Layouted, key: &JournalKey, resume: Resume, options: &WriterOptions) -> Result<Start> {
+    pub fn open(
+        out: &Path,
+        plan: Layouted,
+        key: &JournalKey,
+        resume: Resume,
+        options: &WriterOptions,
+    ) -> Result<Start> {
         if plan.files().first().map(|file| file.name.as_str()) != Some(file_name(out)?) {
-            return Err(ArtifactError::Invalid(format!("{}: the plan was laid out for another name", out.display())));
+            return Err(ArtifactError::Invalid(format!(
+                "{}: the plan was laid out for another name",
+                out.display()
+            )));
         }
         let io = options.io();
         if out.symlink_metadata().is_ok() {
@@ -233,7 +250,8 @@ impl Writer {
     /// # Errors
     /// An undeclared pointer or another length.
     pub fn set_late(&self, pointer: &str, value: &str) -> Result<()> {
-        let placeholder = self.directory.to_value().pointer(pointer).and_then(Value::as_str).map(str::to_owned);
+        let placeholder =
+            self.directory.to_value().pointer(pointer).and_then(Value::as_str).map(str::to_owned);
         let length = |text: &str| crate::json::canonical(&Value::from(text)).len();
         match placeholder {
             Some(old) if self.late.iter().any(|p| p == pointer) && length(&old) == length(value) => {
@@ -279,7 +297,10 @@ impl Writer {
             }
         }
         let result = self.each_segment(target.offset + offset, bytes.len() as u64, |file, at, range| {
-            let open = file.file.as_ref().ok_or_else(|| damaged(&self.state, "a published part is written again"))?;
+            let open = file
+                .file
+                .as_ref()
+                .ok_or_else(|| damaged(&self.state, "a published part is written again"))?;
             self.io.write_at(open, &file.temporary, &bytes[range], at)
         });
         if result.is_err() {
@@ -342,9 +363,11 @@ impl Writer {
             self.io.interrupt.check()?;
             let take = (target.bytes - progress.hashed).min(CHUNK as u64) as usize;
             buffer.resize(take, 0);
-            self.each_segment(target.offset + progress.hashed, take as u64, |file, at, range| match &file.file {
-                Some(open) => read_at(open, &file.temporary, &mut buffer[range], at),
-                None => Err(damaged(&self.state, "a published part is read again")),
+            self.each_segment(target.offset + progress.hashed, take as u64, |file, at, range| {
+                match &file.file {
+                    Some(open) => read_at(open, &file.temporary, &mut buffer[range], at),
+                    None => Err(damaged(&self.state, "a published part is read again")),
+                }
             })?;
             progress.hasher.update(&buffer);
             progress.hashed += take as u64;
@@ -380,7 +403,8 @@ impl Writer {
         for &(object, _) in &pending.objects {
             let object = &self.directory.objects[object];
             for (flag, file) in touched.iter_mut().zip(&self.files) {
-                *flag |= object.offset < file.logical_start + file.plan.payload_bytes && object.end() > file.logical_start;
+                *flag |= object.offset < file.logical_start + file.plan.payload_bytes
+                    && object.end() > file.logical_start;
             }
         }
         for (_, out) in touched.iter().zip(&self.files).filter(|(touched, _)| **touched) {

@@ -158,14 +158,17 @@ impl VolumeHeader {
         }
         if word(page, 8) != 1 {
             let version = word(page, 8);
-            return Err(fail(format!("version {version} is not supported; version 1 is (with our extension or without)")));
+            return Err(fail(format!(
+                "version {version} is not supported; version 1 is (with our extension or without)"
+            )));
         }
         for (name, at) in [("header", 12), ("block", 32)] {
             if word(page, at) as u64 != BLOCK_BYTES {
                 return Err(fail(format!("{name} size is {}, expected {BLOCK_BYTES}", word(page, at))));
             }
         }
-        let geometry = Geometry { rows: long(page, 16), row_bytes: word(page, 24), rows_per_block: word(page, 28) };
+        let geometry =
+            Geometry { rows: long(page, 16), row_bytes: word(page, 24), rows_per_block: word(page, 28) };
         let geometry = geometry.check().map_err(&fail)?;
         if long(page, 36) != geometry.blocks() {
             let (found, expected) = (long(page, 36), geometry.blocks());
@@ -183,7 +186,9 @@ impl VolumeHeader {
         } else if &page[EXTENSION_AT..EXTENSION_AT + 8] == TAG {
             Some(parse_extension(page).map_err(&fail)?)
         } else {
-            return Err(fail("header: unknown bytes after the version-1 fields; damaged, or of another writer".into()));
+            return Err(fail(
+                "header: unknown bytes after the version-1 fields; damaged, or of another writer".into(),
+            ));
         };
         Ok(Self { geometry, id: ArtifactId(id), extension })
     }
@@ -191,7 +196,11 @@ impl VolumeHeader {
 
 fn check_format(name: &str) -> Result<(), String> {
     let legal = !name.is_empty() && name.len() <= 32 && name.bytes().all(|b| b.is_ascii_graphic());
-    if legal { Ok(()) } else { Err(format!("format name {name:.40?} is not 1 to 32 printable ASCII characters")) }
+    if legal {
+        Ok(())
+    } else {
+        Err(format!("format name {name:.40?} is not 1 to 32 printable ASCII characters"))
+    }
 }
 
 fn parse_extension(page: &[u8]) -> Result<Extension, String> {
@@ -215,7 +224,8 @@ fn parse_extension(page: &[u8]) -> Result<Extension, String> {
     }
     let name = &page[EXTENSION_AT + 16..EXTENSION_AT + 48];
     let used = name.iter().rposition(|&b| b != 0).map_or(0, |last| last + 1);
-    let format = std::str::from_utf8(&name[..used]).map_err(|_| "header: format name is not ASCII".to_owned())?;
+    let format =
+        std::str::from_utf8(&name[..used]).map_err(|_| "header: format name is not ASCII".to_owned())?;
     check_format(format)?;
     let scales = (0..count).map(|i| f32::from_bits(word(page, EXTENSION_AT + 52 + 4 * i))).collect();
     let mut row_digest = Digest([0; 32]);
@@ -249,8 +259,11 @@ mod tests {
 
     fn header() -> VolumeHeader {
         let geometry = Geometry::new(100, 160).unwrap();
-        let extension =
-            Extension { format: "fp8_e4m3fn".into(), scales: vec![0.5, f32::MIN_POSITIVE], row_digest: Digest([7; 32]) };
+        let extension = Extension {
+            format: "fp8_e4m3fn".into(),
+            scales: vec![0.5, f32::MIN_POSITIVE],
+            row_digest: Digest([7; 32]),
+        };
         VolumeHeader { geometry, id: volume_id(&geometry, &extension), extension: Some(extension) }
     }
 

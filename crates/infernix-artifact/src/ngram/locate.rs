@@ -52,7 +52,10 @@ pub fn locate(entry: &Path, given: Option<&Path>, id: ArtifactId) -> Result<Loca
         }),
         several => Err(ArtifactError::Volume {
             path: folder.to_owned(),
-            reason: format!("{} volumes here have id {id}: {several:?}; name one with --ngram", several.len()),
+            reason: format!(
+                "{} volumes here have id {id}: {several:?}; name one with --ngram",
+                several.len()
+            ),
         }),
     }
 }

@@ -97,8 +97,10 @@ impl NgramTable {
         let text = |key: &str| {
             value.get(key).and_then(Value::as_str).ok_or_else(|| format!("ngram_table.{key} is no string"))
         };
-        let row_bytes = u32::try_from(integer(value, "row_bytes")?).map_err(|e| format!("ngram_table.row_bytes: {e}"))?;
-        let geometry = Geometry::new(integer(value, "rows")?, row_bytes).map_err(|e| format!("ngram_table: {e}"))?;
+        let row_bytes =
+            u32::try_from(integer(value, "row_bytes")?).map_err(|e| format!("ngram_table.row_bytes: {e}"))?;
+        let geometry =
+            Geometry::new(integer(value, "rows")?, row_bytes).map_err(|e| format!("ngram_table: {e}"))?;
         for (key, expected) in [
             ("rows_per_block", u64::from(geometry.rows_per_block)),
             ("block_bytes", BLOCK_BYTES),
@@ -189,7 +191,10 @@ mod tests {
             format: "bf16".into(),
             geometry: Geometry::new(10, 8).unwrap(),
             volume_id: ArtifactId([3; 16]),
-            tables: vec![TableRange { layer: 1, first_row: 0, rows: 4 }, TableRange { layer: 5, first_row: 4, rows: 6 }],
+            tables: vec![
+                TableRange { layer: 1, first_row: 0, rows: 4 },
+                TableRange { layer: 5, first_row: 4, rows: 6 },
+            ],
         };
         assert_eq!(NgramTable::from_value(&table.to_value()), Ok(table.clone()));
         table.tables[1].first_row = 5;

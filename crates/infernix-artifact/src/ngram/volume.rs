@@ -219,12 +219,17 @@ impl Volume {
         if self.header.id != table.volume_id {
             notices.push(format!(
                 "{}: id {} is not the {} that the artifact was made with",
-                self.path.display(), self.header.id, table.volume_id
+                self.path.display(),
+                self.header.id,
+                table.volume_id
             ));
         }
         if extension.format != table.format {
             let path = self.path.display();
-            notices.push(format!("{path}: format {} instead of the artifact's {}", extension.format, table.format));
+            notices.push(format!(
+                "{path}: format {} instead of the artifact's {}",
+                extension.format, table.format
+            ));
         }
         Ok(notices)
     }

@@ -79,9 +79,13 @@ impl VolumeWriter {
     fn start(target: &Path, spec: VolumeSpec, state: Arc<State>) -> Result<Self> {
         let invalid = |reason: String| ArtifactError::Volume { path: target.to_owned(), reason };
         // Refuses names and counts that do not fit before anything is written.
-        let extension =
-            Extension { format: spec.format.clone(), scales: spec.scales.clone(), row_digest: Digest([0; 32]) };
-        let blank = VolumeHeader { geometry: spec.geometry, id: ArtifactId([0; 16]), extension: Some(extension) };
+        let extension = Extension {
+            format: spec.format.clone(),
+            scales: spec.scales.clone(),
+            row_digest: Digest([0; 32]),
+        };
+        let blank =
+            VolumeHeader { geometry: spec.geometry, id: ArtifactId([0; 16]), extension: Some(extension) };
         blank.encode().map_err(invalid)?;
         let io = state.io.clone();
         let device = |path: &Path| path.metadata().map(|meta| meta.dev()).ok();
@@ -108,11 +112,16 @@ impl VolumeWriter {
                     });
                 }
                 for line in &lines[1..] {
-                    let hex = line.get("digest").and_then(Value::as_str).and_then(|d| d.parse::<Digest>().ok());
+                    let hex =
+                        line.get("digest").and_then(Value::as_str).and_then(|d| d.parse::<Digest>().ok());
                     let hex = hex.ok_or_else(|| journal.damaged("a line without digest"))?;
-                    if let Some(n) = line.get("rows").and_then(Value::as_u64).filter(|&n| n <= spec.geometry.rows) {
+                    if let Some(n) =
+                        line.get("rows").and_then(Value::as_u64).filter(|&n| n <= spec.geometry.rows)
+                    {
                         (rows, digest) = (n, Some(hex));
-                    } else if let Some(id) = line.get("id").and_then(Value::as_str).and_then(|id| id.parse().ok()) {
+                    } else if let Some(id) =
+                        line.get("id").and_then(Value::as_str).and_then(|id| id.parse().ok())
+                    {
                         finished = Some((id, hex));
                     } else {
                         return Err(journal.damaged(format!("unknown line {line:.80}")));
@@ -158,14 +167,16 @@ impl VolumeWriter {
         }
         let file = self.io.open_rw(&self.temporary)?;
         let folder = folder_of(&self.temporary);
-        let available = available_bytes(folder).map_err(|e| ArtifactError::io(folder, "ask for free space at", e))?;
+        let available =
+            available_bytes(folder).map_err(|e| ArtifactError::io(folder, "ask for free space at", e))?;
         let needed = bytes.saturating_sub(allocated_bytes(&file));
         if needed > available {
             return Err(ArtifactError::DiskFull { path: folder.to_owned(), needed, available });
         }
         self.io.set_len(&file, &self.temporary, bytes)?;
         // The digest runs over all rows: an earlier run's are read back once, and must be what it wrote.
-        let (width, rpb) = (self.spec.geometry.row_bytes as usize, u64::from(self.spec.geometry.rows_per_block));
+        let (width, rpb) =
+            (self.spec.geometry.row_bytes as usize, u64::from(self.spec.geometry.rows_per_block));
         let (mut row, mut buffer) = (0, Vec::new());
         while row < self.rows {
             self.io.interrupt.check()?;
@@ -181,7 +192,9 @@ impl VolumeWriter {
             }
         }
         if digest.is_some_and(|digest| digest != self.hasher.finalize().into()) {
-            return Err(self.journal.damaged("the rows of the unfinished volume are not those that were written"));
+            return Err(self
+                .journal
+                .damaged("the rows of the unfinished volume are not those that were written"));
         }
         self.file = Some(file);
         Ok(())
@@ -225,7 +238,8 @@ impl VolumeWriter {
     /// # Errors
     /// Bytes that are no whole rows, rows beyond the table; I/O errors, an interruption.
     pub fn write_rows(&mut self, rows: &[u8]) -> Result<()> {
-        let (width, rpb) = (self.spec.geometry.row_bytes as usize, self.spec.geometry.rows_per_block as usize);
+        let (width, rpb) =
+            (self.spec.geometry.row_bytes as usize, self.spec.geometry.rows_per_block as usize);
         let count = (rows.len() / width) as u64;
         if !rows.len().is_multiple_of(width) || count > self.spec.geometry.rows - self.rows_done() {
             let reason = format!("{} bytes are no whole rows of {width}, or too many", rows.len());
@@ -254,7 +268,8 @@ impl VolumeWriter {
 
     /// Writes the buffered blocks.
     fn flush(&mut self) -> Result<()> {
-        let file = self.file.as_ref().ok_or_else(|| self.journal.damaged("a published volume is written again"))?;
+        let file =
+            self.file.as_ref().ok_or_else(|| self.journal.damaged("a published volume is written again"))?;
         let at = BLOCK_BYTES * (1 + self.flushed / u64::from(self.spec.geometry.rows_per_block));
         self.io.write_at(file, &self.temporary, &self.buffer, at)?;
         self.buffer.clear();
@@ -265,7 +280,8 @@ impl VolumeWriter {
     /// Syncs and journals the rows up to the last whole block.
     fn checkpoint(&mut self) -> Result<()> {
         self.flush()?;
-        let file = self.file.as_ref().ok_or_else(|| self.journal.damaged("a published volume is written again"))?;
+        let file =
+            self.file.as_ref().ok_or_else(|| self.journal.damaged("a published volume is written again"))?;
         self.io.sync(file, &self.temporary)?;
         let digest = Digest::from(self.hasher.finalize());
         self.journal.append(&[json!({"rows": self.rows, "digest": digest.to_string()})])?;
@@ -288,11 +304,14 @@ impl VolumeWriter {
         }
         self.flush()?;
         let row_digest = Digest::from(self.hasher.finalize());
-        let extension = Extension { format: self.spec.format.clone(), scales: self.spec.scales.clone(), row_digest };
+        let extension =
+            Extension { format: self.spec.format.clone(), scales: self.spec.scales.clone(), row_digest };
         let id = volume_id(&self.spec.geometry, &extension);
         let header = VolumeHeader { geometry: self.spec.geometry, id, extension: Some(extension) };
-        let page = header.encode().map_err(|reason| ArtifactError::Volume { path: self.target.clone(), reason })?;
-        let file = self.file.as_ref().ok_or_else(|| self.journal.damaged("a published volume is written again"))?;
+        let page =
+            header.encode().map_err(|reason| ArtifactError::Volume { path: self.target.clone(), reason })?;
+        let file =
+            self.file.as_ref().ok_or_else(|| self.journal.damaged("a published volume is written again"))?;
         self.io.write_at(file, &self.temporary, &page, 0)?;
         self.io.sync(file, &self.temporary)?;
         self.journal.append(&[json!({"id": id.to_string(), "digest": row_digest.to_string()})])?;

@@ -1,0 +1,6 @@
+//! Tests of whole sets and volumes on disk.
+
+mod common;
+mod interrupted;
+mod renames;
+mod sets;
