@@ -303,3 +303,12 @@ fn many_calls_followed_by_words_cost_linear_time() {
     assert_eq!(got.content, text);
     assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
 }
+
+#[test]
+fn endless_white_space_after_a_closer_costs_linear_time() {
+    let text = format!("<tool_call><function=look><parameter=path>a</parameter>{}", " ".repeat(300_000));
+    let start = std::time::Instant::now();
+    let got = parse(&options(Start::Content, false), pieces(&text, 3));
+    assert_eq!(got.content, text);
+    assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
+}

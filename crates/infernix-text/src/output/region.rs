@@ -179,7 +179,8 @@ enum Stage {
     /// Inside a function, between its parameters.
     Function,
     /// Inside a value that began at `start`; everything before `scan` is text of it.
-    Value { start: usize, scan: usize, depth: usize },
+    /// White space after the closing tag at `scan` is known up to `white`.
+    Value { start: usize, scan: usize, depth: usize, white: usize },
 }
 
 /// A region being read; all offsets are from its opener.
@@ -254,7 +255,9 @@ impl Region {
                 Stage::Top => self.top(text, tools, last),
                 Stage::Inside => self.inside(text, tools, last),
                 Stage::Function => self.function(text, tools, last),
-                Stage::Value { start, scan, depth } => self.value(text, last, start, scan, depth),
+                Stage::Value { start, scan, depth, white } => {
+                    self.value(text, last, start, (scan, depth, white))
+                }
             };
             match step {
                 None => {}
@@ -472,7 +475,7 @@ impl Region {
                 self.parameter = name;
                 self.parameter_closer = closer;
                 self.at = at + len;
-                self.stage = Stage::Value { start: self.at, scan: self.at, depth: 0 };
+                self.stage = Stage::Value { start: self.at, scan: self.at, depth: 0, white: 0 };
                 None
             }
             ParameterTag::Partial => Some(Progress::NeedMore),
@@ -487,8 +490,7 @@ impl Region {
         text: &str,
         last: bool,
         start: usize,
-        mut scan: usize,
-        mut depth: usize,
+        (mut scan, mut depth, mut white): (usize, usize, usize),
     ) -> Option<Progress> {
         let closer = self.parameter_closer;
         loop {
@@ -506,7 +508,9 @@ impl Region {
                 }
                 Lit::Yes => {
                     let after = scan + closer.len();
-                    match self.follows(&text[after..], last) {
+                    let from = white.max(after);
+                    white = text.len() - text[from..].trim_start().len();
+                    match self.follows(&text[white..], last) {
                         Lit::Yes => {
                             self.finish_value(&text[start..scan]);
                             self.at = after;
@@ -536,7 +540,7 @@ impl Region {
             }
             scan += 1;
         }
-        self.stage = Stage::Value { start, scan, depth };
+        self.stage = Stage::Value { start, scan, depth, white };
         self.at = scan;
         if !last {
             return Some(Progress::NeedMore);
@@ -549,9 +553,8 @@ impl Region {
         Some(self.end_cut())
     }
 
-    /// Whether what follows a closing tag confirms that it ended the value.
-    fn follows(&self, text: &str, last: bool) -> Lit {
-        let rest = text.trim_start();
+    /// Whether what follows a closing tag and white space confirms that it ended the value.
+    fn follows(&self, rest: &str, last: bool) -> Lit {
         if rest.is_empty() {
             return if last { Lit::Yes } else { Lit::Partial };
         }

@@ -85,7 +85,7 @@ pub(crate) fn string(text: &str, method: &str, args: &[Value]) -> Result<Value, 
         }
         "casefold" => {
             none_args(args)?;
-            Value::from(text.replace('ß', "ss").replace('ẞ', "ss").to_lowercase())
+            Value::from(text.replace(['ß', 'ẞ'], "ss").to_lowercase())
         }
         "title" => {
             none_args(args)?;

@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::added::AddedToken;
+use super::merge::FoldSeed;
 use super::split::{BYTE_LEVEL_PATTERN, Split};
 use crate::error::{Result, TextError, parse_error};
 
@@ -33,7 +34,7 @@ pub(crate) struct ModelFile {
     byte_fallback: bool,
     #[serde(default)]
     pub(crate) ignore_merges: bool,
-    pub(crate) vocab: HashMap<String, u32>,
+    pub(crate) vocab: HashMap<String, u32, FoldSeed>,
     pub(crate) merges: Vec<MergeEntry>,
 }
 

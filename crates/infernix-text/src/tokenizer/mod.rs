@@ -79,7 +79,7 @@ pub struct Tokenizer {
     /// Concatenated bytes of all ids and their ends.
     bytes: Vec<u8>,
     ends: Vec<u32>,
-    ids: HashMap<Box<[u8]>, u32>,
+    ids: FoldMapSeeded<Box<[u8]>, u32>,
     added_ids: HashMap<String, u32>,
     byte_ids: [u32; 256],
     merges: Merges,
@@ -139,7 +139,7 @@ impl Tokenizer {
             )));
         }
         let mut entries: Vec<Option<(TokenKind, Vec<u8>)>> = vec![None; ids_len];
-        let mut ids = HashMap::with_capacity(model.vocab.len());
+        let mut ids = FoldMapSeeded::with_capacity_and_hasher(model.vocab.len(), FoldSeed::default());
         for (token, &id) in &model.vocab {
             let bytes = bytes::token_bytes(token);
             if let Some((_, other)) = &entries[id as usize] {
@@ -179,10 +179,14 @@ impl Tokenizer {
             })?;
         }
         let mut merges = Merges::with_capacity(model.merges.len());
+        let mut joined = String::new();
         for (rank, merge) in model.merges.iter().enumerate() {
             let sides = merge.sides();
             let found = sides.and_then(|(a, b)| {
-                let merged = model.vocab.get(&format!("{a}{b}"))?;
+                joined.clear();
+                joined.push_str(a);
+                joined.push_str(b);
+                let merged = model.vocab.get(&joined)?;
                 Some((*model.vocab.get(a)?, *model.vocab.get(b)?, *merged))
             });
             let Some((a, b, merged)) = found else {
@@ -382,13 +386,14 @@ fn touches(ranges: &[Range<usize>], range: &Range<usize>) -> bool {
     ranges.get(next).is_some_and(|r| r.start < range.end)
 }
 
-/// Word cache entry: where the ids of an earlier equal word lie in the output.
+/// A map whose keys come from outside.
 type FoldMapSeeded<K, V> = HashMap<K, V, FoldSeed>;
 
 /// One encode call.
 struct Run<'t> {
     tokenizer: &'t Tokenizer,
     out: Vec<u32>,
+    /// Where the ids of an earlier equal word lie in the output.
     cache: FoldMapSeeded<Box<[u8]>, Range<usize>>,
     word: Vec<u32>,
 }
