@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use infernix_artifact::{Binding, Component as ArtifactComponent, Draft, DraftObject, LayoutOptions, ObjectKind};
-use infernix_checkpoint::{OpenOptions, PlaneKind, Scheme, SourceTensor};
+use infernix_artifact::{Binding, Draft, DraftObject, LayoutOptions, ObjectKind};
+use infernix_checkpoint::{OpenOptions, Scheme, SourceTensor};
 use infernix_formats::{Format, Layout, encoded_size};
 use infernix_model::{Class, Component, ModelConfig, NameStyle, Parameter, Source, parameters, source_prefix};
 use serde_json::{Map, Value, json};
@@ -113,7 +113,6 @@ pub(crate) struct Builder<'a> {
     pub(crate) ignored: Vec<Ignored>,
     pub(crate) missing: Vec<String>,
     pub(crate) warnings: Vec<String>,
-    pub(crate) artifact_components: BTreeMap<String, ArtifactComponent>,
     /// Whether all text experts are NVFP4 with input scales, once seen.
     expert_scales: Option<bool>,
     mxfp8: bool,
@@ -170,7 +169,6 @@ impl<'a> Builder<'a> {
             ignored: Vec::new(),
             missing: Vec::new(),
             warnings,
-            artifact_components: BTreeMap::new(),
             expert_scales: None,
             mxfp8: false,
         })
@@ -353,7 +351,7 @@ impl<'a> Builder<'a> {
         self.missing.append(&mut missing);
         if let Some(table) = found {
             let path = match &self.options.ngram {
-                crate::plan::NgramTarget::Beside => self.options.output.with_extension("ngram"),
+                crate::plan::NgramTarget::Beside => with_suffix(&self.options.output, ".ngram"),
                 crate::plan::NgramTarget::Write(path) | crate::plan::NgramTarget::Reuse(path) => path.clone(),
             };
             let reuse = matches!(self.options.ngram, crate::plan::NgramTarget::Reuse(_));
@@ -401,7 +399,7 @@ impl<'a> Builder<'a> {
             method: Method::Stored,
             proof: Proof::Identical,
         };
-        let content = Content::Scalar { weight: weight.clone(), plane: PlaneKind::InputScale };
+        let content = Content::InputScale { weight: weight.clone() };
         self.push_object(component, Vec::new(), storage, Vec::new(), content)
     }
 
@@ -599,7 +597,7 @@ impl<'a> Builder<'a> {
     fn summarise(&self) -> BTreeMap<String, ClassSummary> {
         type Sets = (BTreeSet<&'static str>, BTreeSet<&'static str>, BTreeSet<&'static str>);
         let mut sets: BTreeMap<String, (ClassSummary, Sets)> = BTreeMap::new();
-        let mut key_of = |component: Component, class: &str| match component {
+        let key_of = |component: Component, class: &str| match component {
             Component::Text | Component::Vision => class.to_owned(),
             Component::Mtp if class.starts_with("mtp.") => class.to_owned(),
             Component::Mtp => format!("mtp/{class}"),
@@ -694,4 +692,11 @@ fn check_columns(parameter: &str, storage: &Storage, shape: &[u64]) -> Result<()
     encoded_size(storage.layout, storage.format, &shape)
         .map(|_| ())
         .map_err(|e| ConvertError::NoLayout { parameter: parameter.to_owned(), reason: e.to_string() })
+}
+
+/// `path` with `suffix` appended to its name.
+pub(crate) fn with_suffix(path: &std::path::Path, suffix: &str) -> std::path::PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
 }

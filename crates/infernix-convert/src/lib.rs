@@ -2,20 +2,25 @@
 //!
 //! * [`Recipe`] says by parameter class what becomes of each tensor.
 //! * [`plan`] turns recipe and headers into a [`Plan`]: every object, its layout, its size to the byte.
-//! * `convert` carries a plan out: streaming, resumable, within bounded memory.
+//! * [`convert`] carries a plan out: streaming, resumable, within bounded memory.
 //! * `verify` decodes an artifact back and compares every word with the checkpoint.
 #![forbid(unsafe_code)]
 
 mod build;
+pub mod card;
+pub mod census;
 mod classes;
 mod error;
 mod exec;
 mod experts;
+mod fill;
 mod group;
 pub mod ngram;
 mod plan;
+mod progress;
 pub mod proposal;
 mod recipe;
+mod report;
 mod resources;
 mod sources;
 mod storage;
@@ -23,8 +28,10 @@ mod uses;
 
 pub use build::plan;
 pub use error::ConvertError;
+pub use exec::{Outcome, RunOptions, convert};
 pub use ngram::{NgramPlan, RowFormat};
 pub use plan::{ClassSummary, ConvertOptions, Ignored, NgramTarget, Plan, PlanFile, PlannedObject, Proof};
+pub use progress::{Progress, Silent};
 pub use proposal::{ProposalOptions, Ranking, Vocabulary};
 pub use recipe::{Activation, ExpertActivation, Method, ROLES, Recipe, Rule, SourceRole, Target};
 pub use sources::{SCHEME_NAMES, Source, SourceSpec, Sources, WeightRef, scheme_name, stored_format};

@@ -15,46 +15,21 @@ use crate::sources::{Sources, WeightRef};
 /// Bytes of a block of the volume, and of its header.
 pub(crate) const BLOCK_BYTES: u64 = 4096;
 
-/// How rows of the table are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RowFormat {
-    /// E4M3 codes; one BF16 scale a table.
-    Fp8,
-    /// BF16 words.
-    Bf16,
-    /// E2M1 codes (low nibble = even column), then E4M3 scales per 16; one FP32 multiplier a table.
-    Nvfp4,
+pub use infernix_artifact::ngram::RowFormat;
+
+fn row_format(scheme: Scheme) -> Option<RowFormat> {
+    match scheme {
+        Scheme::Fp8Tensor { .. } => Some(RowFormat::Fp8E4m3fn),
+        Scheme::Plain(Dtype::Bf16) => Some(RowFormat::Bf16),
+        Scheme::Nvfp4Multiplier { .. } => Some(RowFormat::Nvfp4Mul),
+        Scheme::Nvfp4Divisor { .. } => Some(RowFormat::Nvfp4),
+        _ => None,
+    }
 }
 
-impl RowFormat {
-    /// Name in the volume's header and in the artifact's configuration.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            RowFormat::Fp8 => "fp8_e4m3fn",
-            RowFormat::Bf16 => "bf16",
-            RowFormat::Nvfp4 => "nvfp4",
-        }
-    }
-
-    /// Bytes of a row of `width` values.
-    #[must_use]
-    pub fn row_bytes(self, width: u64) -> u64 {
-        match self {
-            RowFormat::Fp8 => width,
-            RowFormat::Bf16 => 2 * width,
-            RowFormat::Nvfp4 => width / 2 + width / 16,
-        }
-    }
-
-    fn of(scheme: Scheme) -> Option<Self> {
-        match scheme {
-            Scheme::Fp8Tensor { .. } => Some(Self::Fp8),
-            Scheme::Plain(Dtype::Bf16) => Some(Self::Bf16),
-            Scheme::Nvfp4Multiplier { .. } => Some(Self::Nvfp4),
-            _ => None,
-        }
-    }
+/// Bytes of a row of `width` values; 0 where the format cannot hold that width.
+fn row_bytes(format: RowFormat, width: u64) -> u64 {
+    u32::try_from(width).ok().and_then(|w| format.row_bytes(w)).map_or(0, u64::from)
 }
 
 /// One layer's table.
@@ -111,7 +86,7 @@ impl NgramPlan {
             )));
         }
         (self.format, self.width) = (table.format, table.width);
-        self.row_bytes = table.format.row_bytes(table.width);
+        self.row_bytes = row_bytes(table.format, table.width);
         self.rows += table.rows;
         if self.row_bytes == 0 || self.row_bytes > BLOCK_BYTES {
             return Err(fail(format!("a row of {} bytes does not fit a block of {BLOCK_BYTES}", self.row_bytes)));
@@ -176,8 +151,9 @@ impl NgramPlan {
             let weight = sources.weight(first)?;
             let scale = match self.format {
                 RowFormat::Bf16 => None,
-                RowFormat::Fp8 => weight.tensor_scale()?,
-                RowFormat::Nvfp4 => weight.global_scale()?,
+                RowFormat::Fp8E4m3fn => weight.tensor_scale()?,
+                RowFormat::Nvfp4Mul | RowFormat::Nvfp4 => weight.global_scale()?,
+                RowFormat::GgmlIq4Nl => None,
             };
             out.extend(scale);
         }
@@ -251,7 +227,7 @@ pub(crate) fn plan_table(
         return Ok(None);
     }
     let scheme = found[0].1.scheme();
-    let format = RowFormat::of(scheme).ok_or_else(|| {
+    let format = row_format(scheme).ok_or_else(|| {
         fail(format!("{} is stored as {scheme}; a volume holds FP8 per tensor, BF16 or NVFP4 rows", found[0].1.name()))
     })?;
     let mut parts = Vec::new();
@@ -339,7 +315,7 @@ impl<'s> TableReader<'s> {
     /// # Errors
     /// I/O; a code or scale without a value.
     pub(crate) fn read(&self, rows: Range<u64>, out: &mut Vec<u8>, scratch: &mut Vec<u8>) -> Result<(), ConvertError> {
-        let row_bytes = self.format.row_bytes(self.width) as usize;
+        let row_bytes = row_bytes(self.format, self.width) as usize;
         out.clear();
         out.resize((rows.end.min(self.rows) - rows.start) as usize * row_bytes, 0);
         let mut at = rows.start;
@@ -376,17 +352,17 @@ impl<'s> TableReader<'s> {
             ),
         };
         match self.format {
-            RowFormat::Fp8 | RowFormat::Bf16 => {
-                let per = self.format.row_bytes(self.width);
+            RowFormat::Fp8E4m3fn | RowFormat::Bf16 => {
+                let per = row_bytes(self.format, self.width);
                 checkpoint.read(codes, rows.start * per..rows.end * per, out)?;
-                if self.format == RowFormat::Fp8
+                if self.format == RowFormat::Fp8E4m3fn
                     && let Some(at) = out.iter().position(|c| !e4m3_is_finite(*c))
                 {
                     let at_row = rows.start + at as u64 / self.width;
                     return Err(illegal(at_row, at as u64 % self.width, "code", u32::from(out[at])));
                 }
             }
-            RowFormat::Nvfp4 => {
+            _ => {
                 let (half, groups) = ((self.width / 2) as usize, (self.width / 16) as usize);
                 let count = (rows.end - rows.start) as usize;
                 scratch.resize(count * (half + groups), 0);

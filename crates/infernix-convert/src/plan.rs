@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use infernix_artifact::Layouted;
-use infernix_checkpoint::PlaneKind;
 use infernix_formats::{Format, Layout};
 use infernix_model::{Component, ModelConfig};
 use serde::Serialize;
@@ -123,8 +122,8 @@ pub(crate) enum Content {
     Bank { source: usize, prefix: String },
     /// Activation scales `[E,3]` of the experts below a prefix.
     ExpertInputScales { source: usize, prefix: String },
-    /// A scalar plane of a weight, widened to FP32.
-    Scalar { weight: WeightRef, plane: PlaneKind },
+    /// The activation scale of a weight, widened to FP32.
+    InputScale { weight: WeightRef },
     /// A whole small tensor, word for word.
     Tensor { source: usize, name: String },
     /// Rows of the output head, picked by the proposal's token ids.
