@@ -167,6 +167,11 @@ impl Checkpoint {
             Some(index) => checkpoint.place(all, &index, &index_path, opts)?,
             None => checkpoint.tensors = all,
         }
+        let without_data = checkpoint.shards.iter().filter(|s| s.indexed && !s.data_present).count();
+        if without_data > 0 {
+            let total = checkpoint.shards.iter().filter(|s| s.indexed).count();
+            checkpoint.warnings.push(format!("{without_data} of {total} shards hold only their headers"));
+        }
         let tensors = &checkpoint.tensors;
         checkpoint.by_name = (0..tensors.len() as u32).collect();
         checkpoint.by_name.sort_unstable_by(|&a, &b| tensors[a as usize].name.cmp(&tensors[b as usize].name));

@@ -128,12 +128,14 @@ impl Pool {
                 let slot = state.slots.swap_remove(oldest);
                 drop_pages(&slot.file, 0, 0);
             }
-            let file = File::open(path).map_err(CheckpointError::io(path, "open"))?;
-            let found = Stamp::of(&file).map_err(CheckpointError::io(path, "look at"))?;
-            if found != *stamp {
-                return Err(changed(path, stamp, &found));
-            }
-            let file = std::sync::Arc::new(file);
+            let file = match open_unchanged(path, stamp) {
+                Ok(file) => std::sync::Arc::new(file),
+                Err(e) => {
+                    // The wake-up that this reader took goes on to the next: it leaves a slot unused.
+                    self.freed.notify_one();
+                    return Err(e);
+                }
+            };
             state.slots.push(Slot { shard, file: file.clone(), users: 1, used: now, small: 0 });
             return Ok(file);
         }
@@ -152,6 +154,12 @@ impl Drop for Pool {
             drop_pages(&slot.file, 0, 0);
         }
     }
+}
+
+fn open_unchanged(path: &Path, stamp: &Stamp) -> Result<File, CheckpointError> {
+    let file = File::open(path).map_err(CheckpointError::io(path, "open"))?;
+    let found = Stamp::of(&file).map_err(CheckpointError::io(path, "look at"))?;
+    if found == *stamp { Ok(file) } else { Err(changed(path, stamp, &found)) }
 }
 
 fn changed(path: &Path, expected: &Stamp, found: &Stamp) -> CheckpointError {
@@ -247,6 +255,28 @@ mod tests {
             }
         });
         assert_eq!(pool.open_files(), MAX_OPEN_FILES);
+    }
+
+    #[test]
+    fn readers_that_fail_to_open_leave_no_one_waiting() {
+        let (dir, files) = files(12);
+        let pool = Pool::default();
+        std::thread::scope(|s| {
+            for t in 0..12usize {
+                let (pool, files, gone) = (&pool, &files, dir.path().join("gone"));
+                s.spawn(move || {
+                    for i in 0..300usize {
+                        let k = (i + t) % files.len();
+                        let path = if (i + t) % 3 == 0 { &gone } else { &files[k].0 };
+                        // A missing file has a number of its own, so that it is never found open.
+                        let number = if path == &gone { 100 + k as u32 } else { k as u32 };
+                        let read = pool.read(number, path, &files[k].1, "t", 0, &mut [0; 10]);
+                        assert_eq!(read.is_err(), path == &gone);
+                    }
+                });
+            }
+        });
+        assert!(pool.open_files() <= MAX_OPEN_FILES);
     }
 
     #[test]

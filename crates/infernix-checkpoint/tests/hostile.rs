@@ -58,6 +58,7 @@ fn headers_without_data_open_only_for_a_plan() {
     assert!(matches!(e, CheckpointError::HeadersOnly { missing: 24, .. }), "{e}");
     let c = f.open_with(&HEADERS).expect("for a plan");
     assert!(!c.data_present());
+    assert_eq!(c.warnings(), ["1 of 2 shards hold only their headers"]);
     assert_eq!(c.shards().iter().map(|s| s.data_present).collect::<Vec<_>>(), [true, false]);
     let b = c.get("b.weight").expect("listed");
     let e = c.read(b, 0..24, &mut [0; 24]).expect_err("no data");
