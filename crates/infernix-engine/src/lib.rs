@@ -1,6 +1,7 @@
 //! The inference engine: model graphs over a [`backend::Backend`], sequence state, and what feeds them.
 
 pub mod backend;
+pub mod driver;
 pub mod error;
 pub mod model;
 pub mod ngram;

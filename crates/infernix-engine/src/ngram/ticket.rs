@@ -1,4 +1,4 @@
-//! Rows of the n-gram table on their way to the model.
+//! Rows on their way to the model.
 
 use crate::error::EngineError;
 use std::sync::{Arc, Condvar, Mutex};
