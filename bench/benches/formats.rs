@@ -26,7 +26,8 @@ fn random(state: &mut u64) -> u64 {
 fn experts() -> Vec<Expert> {
     let mut seed = 1;
     let n = HIDDEN * INTERMEDIATE;
-    let mut plane = |len: usize, modulus: u64| (0..len).map(|_| (random(&mut seed) % modulus) as u8).collect::<Vec<u8>>();
+    let mut plane =
+        |len: usize, modulus: u64| (0..len).map(|_| (random(&mut seed) % modulus) as u8).collect::<Vec<u8>>();
     (0..EXPERTS)
         .map(|_| Expert {
             codes: std::array::from_fn(|_| plane(n / 2, 256)),
@@ -82,7 +83,8 @@ fn bank(c: &mut Criterion) {
             });
         });
         let n = HIDDEN * INTERMEDIATE;
-        let mut planes: Vec<(Vec<u8>, Vec<u8>)> = (0..EXPERTS).map(|_| (vec![0; n / 2], vec![0; n / 16])).collect();
+        let mut planes: Vec<(Vec<u8>, Vec<u8>)> =
+            (0..EXPERTS).map(|_| (vec![0; n / 2], vec![0; n / 16])).collect();
         group.bench_function(BenchmarkId::new("unpack", threads), |b| {
             b.iter(|| {
                 spread(threads, &records, &mut planes, |record, (codes, scales)| {

@@ -276,48 +276,11 @@ pub fn unpack_nvfp4(
         return Ok(());
     }
     let k = k as usize;
-    // Gate and up take every second row of a group, down takes all.
-    let (start, first, step) = match matrix {
-        ExpertMatrix::Gate => (0, 0, 2),
-        ExpertMatrix::Up => (0, 1, 2),
-        ExpertMatrix::Down => ((shape.hidden * shape.intermediate) as usize / 256 * 2 * 144, 0, 1),
-    };
-    let per_group = 16 / step;
-    let groups = record[start..].chunks_exact(k / 16 * 144);
-    let rows = codes.chunks_exact_mut(per_group * k / 2).zip(scales.chunks_exact_mut(per_group * k / 16));
-    for (units, (codes, scales)) in groups.zip(rows) {
-        for (block, unit) in units.as_chunks::<144>().0.iter().enumerate() {
-            let both = unpack_unit(unit);
-            for n in 0..per_group {
-                let r = first + n * step;
-                codes[n * (k / 2) + 8 * block..][..8].copy_from_slice(&both[r]);
-                scales[n * (k / 16) + block] = unit[128 + r];
-            }
-        }
+    for (r, (codes, scales)) in codes.chunks_exact_mut(k / 2).zip(scales.chunks_exact_mut(k / 16)).enumerate()
+    {
+        unpack_row(shape, record, matrix, r, codes, scales);
     }
     Ok(())
-}
-
-/// Packed codes of the 16 rows of a unit, 8 bytes each.
-#[inline]
-fn unpack_unit(unit: &[u8; 144]) -> [[u8; 8]; 16] {
-    let words = unit[..128].as_chunks::<4>().0;
-    let mut by_row = [[0u8; 4]; 32];
-    for q in 0..4 {
-        for j in 0..8 {
-            by_row[4 * j + q] = words[8 * q + j];
-        }
-    }
-    let by_row = by_row.as_flattened();
-    let mut out = [[0u8; 8]; 16];
-    let (low, high) = out.split_at_mut(8);
-    let (low, high) = (low.as_flattened_mut(), high.as_flattened_mut());
-    for i in 0..64 {
-        let (even, odd) = (by_row[2 * i], by_row[2 * i + 1]);
-        low[i] = (even & 0x0F) | (odd << 4);
-        high[i] = (even >> 4) | (odd & 0xF0);
-    }
-    out
 }
 
 fn record_in<'a>(shape: &BankShape, layout: Layout, record: &'a [u8]) -> Result<&'a [u8], FormatError> {

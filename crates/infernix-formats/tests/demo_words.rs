@@ -43,6 +43,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 #[test]
+#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn demo_words_decode_to_the_reference() {
     let reference = root().join("../shared/models/refs/flash-demo-nvfp4/ref.safetensors");
     let (Some(demo), Ok(reference)) = (Demo::load(), std::fs::read(&reference)) else {
