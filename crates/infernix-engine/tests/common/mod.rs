@@ -1,0 +1,191 @@
+//! Test models: plain BF16 checkpoints of `shared/`, loaded without a conversion, and reference tensors.
+#![allow(dead_code, reason = "each test file uses a part")]
+#![allow(clippy::allow_attributes, reason = "an unused expectation would itself be a warning in some files")]
+
+use infernix_checkpoint::{Checkpoint, OpenOptions};
+use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
+use infernix_engine::backend::{ActivationPolicy, WeightData, WeightPart};
+use infernix_engine::driver::{Driver, DriverOptions};
+use infernix_engine::model::{LoadOptions, MemorySource, WeightSource, load};
+use infernix_engine::ngram::{MemoryRows, Ngram, NgramOptions};
+use infernix_formats::scalar::bf16_to_f32;
+use infernix_formats::{Format, Layout};
+use infernix_model::{Component, ModelConfig, Rows, Source, expert_parent_names, parameters, source_prefix};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// `shared/` beside the repository, or `None` with a reason printed.
+pub fn shared(rest: &str) -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared").join(rest);
+    if !path.exists() {
+        eprintln!("skipped: {} is not here", path.display());
+        return None;
+    }
+    Some(path)
+}
+
+/// A checkpoint of plain BF16 tensors as a weight source, and its n-gram table.
+pub fn plain_checkpoint(path: &Path) -> (MemorySource, Option<MemoryRows>) {
+    let ck = Checkpoint::open(path, &OpenOptions::default()).unwrap();
+    let config = ModelConfig::from_json(&ck.config().unwrap()).unwrap();
+    let style = source_prefix(|n| ck.get(n).is_some());
+    let mut weights = BTreeMap::new();
+    let mut table = None;
+    let read = |name: &str| {
+        let t = ck.get(name).unwrap_or_else(|| panic!("{name} is missing"));
+        assert_eq!(t.dtype.name(), "BF16", "{name}");
+        (t.shape.to_vec(), ck.read_all(t).unwrap())
+    };
+    let whole = |shape: Vec<u64>, bytes: Vec<u8>| {
+        let rows = if shape.len() < 2 { 1 } else { shape[..shape.len() - 1].iter().product() };
+        WeightPart {
+            format: Format::Bf16,
+            layout: Layout::ContiguousLeV1,
+            shape,
+            bytes: Arc::new(bytes),
+            rows: 0..rows,
+        }
+    };
+    for p in parameters(&config, &style, &[Component::Text, Component::Mtp]) {
+        match &p.source {
+            Source::Tensor { name, rows, .. } => {
+                let (shape, bytes) = read(name);
+                let part = whole(shape, bytes);
+                let cut = |begin: u64, n: u64| WeightPart { rows: begin..begin + n, ..part.clone() };
+                let parts = match rows {
+                    Rows::All => vec![part.clone()],
+                    Rows::Range { begin, count } => vec![cut(*begin, *count)],
+                    Rows::PerHead { heads, stride, begin, take } => {
+                        (0..*heads).map(|h| cut(h * stride + begin, *take)).collect()
+                    }
+                };
+                weights.insert(p.name.clone(), WeightData { shape: p.shape.clone(), parts });
+            }
+            Source::Experts { prefix } => {
+                let [gate_up, down] = expert_parent_names(&p.name);
+                for (name, source) in [(gate_up, "gate_up_proj"), (down, "down_proj")] {
+                    let (shape, bytes) = match ck.get(&format!("{prefix}.{source}")) {
+                        Some(_) => read(&format!("{prefix}.{source}")),
+                        None => per_expert(p.shape[0], prefix, source, &read),
+                    };
+                    let flat = vec![shape[0] * shape[1], shape[2]];
+                    let part = whole(flat.clone(), bytes);
+                    weights.insert(name, WeightData { shape: flat, parts: vec![part] });
+                }
+            }
+            Source::NgramTable { prefix, parts, .. } => {
+                let mut values = Vec::new();
+                for k in 0..*parts {
+                    let (_, bytes) = read(&format!("{prefix}.shard_{k}.weight"));
+                    values
+                        .extend(bytes.chunks_exact(2).map(|b| bf16_to_f32(u16::from_le_bytes([b[0], b[1]]))));
+                }
+                table.get_or_insert_with(Vec::new).extend(values);
+            }
+            Source::ExpertInputScales { .. } | Source::NgramScale { .. } => {}
+        }
+    }
+    let width = config.ple.as_ref().map_or(1, |p| p.row_width() as usize);
+    (MemorySource { config, weights, expert_activation: 16 }, table.map(|v| MemoryRows::new(width, v)))
+}
+
+fn per_expert(
+    experts: u64,
+    prefix: &str,
+    source: &str,
+    read: &dyn Fn(&str) -> (Vec<u64>, Vec<u8>),
+) -> (Vec<u64>, Vec<u8>) {
+    let names: &[&str] = if source == "down_proj" { &["down_proj"] } else { &["gate_proj", "up_proj"] };
+    let (mut all, mut shape) = (Vec::new(), vec![experts, 0, 0]);
+    for e in 0..experts {
+        for n in names {
+            let (s, b) = read(&format!("{prefix}.{e}.{n}.weight"));
+            shape[1] = s[0] * names.len() as u64;
+            shape[2] = s[1];
+            all.extend(b);
+        }
+    }
+    (shape, all)
+}
+
+/// A driver over the lossless backend.
+pub fn lossless(
+    source: &MemorySource,
+    table: Option<MemoryRows>,
+    options: LosslessOptions,
+    driver: DriverOptions,
+) -> Driver<Lossless> {
+    let load_options = LoadOptions {
+        drafter: source.has_component(Component::Mtp),
+        activations: ActivationPolicy::Artifact,
+    };
+    let model = load(Lossless::new(options), source, load_options).unwrap();
+    let ngram = table.map(|t| {
+        let ple = model.config.ple.clone().unwrap();
+        let o = NgramOptions { threads: 0, cache_bytes: 0 };
+        Ngram::new(&ple, model.config.vocab, Box::new(t), o).unwrap()
+    });
+    Driver::new(model, ngram, driver).unwrap()
+}
+
+/// Reference tensors of one file.
+pub struct Reference(Vec<u8>);
+
+impl Reference {
+    pub fn open(path: &Path) -> Self {
+        Reference(std::fs::read(path).unwrap())
+    }
+
+    fn tensor<T>(
+        &self,
+        name: &str,
+        dtype: safetensors::Dtype,
+        f: impl Fn(&[u8]) -> T,
+        n: usize,
+    ) -> Option<(Vec<usize>, Vec<T>)> {
+        let st = safetensors::SafeTensors::deserialize(&self.0).unwrap();
+        let t = st.tensor(name).ok()?;
+        assert_eq!(t.dtype(), dtype, "{name}");
+        Some((t.shape().to_vec(), t.data().chunks_exact(n).map(f).collect()))
+    }
+
+    pub fn f32(&self, name: &str) -> (Vec<usize>, Vec<f32>) {
+        self.tensor(name, safetensors::Dtype::F32, |b| f32::from_le_bytes(b.try_into().unwrap()), 4)
+            .unwrap_or_else(|| panic!("{name} is not in the reference"))
+    }
+
+    pub fn i32(&self, name: &str) -> Option<(Vec<usize>, Vec<i32>)> {
+        self.tensor(name, safetensors::Dtype::I32, |b| i32::from_le_bytes(b.try_into().unwrap()), 4)
+    }
+
+    pub fn i64(&self, name: &str) -> Option<(Vec<usize>, Vec<i64>)> {
+        self.tensor(name, safetensors::Dtype::I64, |b| i64::from_le_bytes(b.try_into().unwrap()), 8)
+    }
+
+    pub fn ids(&self, name: &str) -> Vec<u32> {
+        match self.i32(name) {
+            Some((_, v)) => v.iter().map(|i| *i as u32).collect(),
+            None => self.i64(name).unwrap().1.iter().map(|i| *i as u32).collect(),
+        }
+    }
+
+    pub fn names(&self) -> Vec<String> {
+        let st = safetensors::SafeTensors::deserialize(&self.0).unwrap();
+        st.names()
+            .into_iter()
+            .map(|n| format!("{n} {:?} {:?}", st.tensor(n).unwrap().dtype(), st.tensor(n).unwrap().shape()))
+            .collect()
+    }
+}
+
+/// max |a - b| / max |b|.
+pub fn relative(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let (mut d, mut m) = (0f64, 0f64);
+    for (a, b) in a.iter().zip(b) {
+        d = d.max(f64::from((a - b).abs()));
+        m = m.max(f64::from(b.abs()));
+    }
+    d / m
+}

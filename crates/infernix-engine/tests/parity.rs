@@ -1,0 +1,132 @@
+//! The lossless backend with FP32 boundaries against FP32 reference outputs.
+
+mod common;
+
+use common::*;
+use infernix_engine::backend::lossless::Lossless;
+use infernix_engine::backend::lossless::LosslessOptions;
+use infernix_engine::driver::{Driver, DriverOptions, LaneOutput, Want, argmax};
+
+fn fp32() -> LosslessOptions {
+    LosslessOptions { fp32: true, ..LosslessOptions::default() }
+}
+
+/// Layers, logits, argmax, n-gram rows and drafts of one model against its reference.
+fn check(d: &mut Driver<Lossless>, r: &Reference, argmax_margin: f32, skip: &[usize]) {
+    let ids = r.ids("input_ids");
+    let mut s = d.open(0).unwrap();
+    d.record = Some(Vec::new());
+    let LaneOutput { logits } = d.prefill(&mut s, &ids, Want::All).unwrap();
+    let record = d.record.take().unwrap();
+    let vocab = logits[0].len();
+    let (shape, want) = r.f32("logits_last64");
+    let first = ids.len() - shape[0];
+    let mut worst = 0f64;
+    for (i, want) in want.chunks_exact(vocab).enumerate() {
+        if !skip.contains(&(first + i)) {
+            worst = worst.max(relative(&logits[first + i], want));
+        }
+    }
+    println!("logits: {worst:.2e}");
+    let width = d.model.residual_width();
+    for (i, layer) in record.iter().enumerate() {
+        let (shape, want) = r.f32(&format!("layer.{i}.out_last16"));
+        let got = &layer.residual[(ids.len() - shape[0]) * width..];
+        let e = relative(got, &want);
+        println!("layer {i}: {e:.2e}");
+        assert!(e <= 1e-5, "layer {i}: {e:e}");
+        if let (Some(rows), Some((shape, want))) = (&layer.ngram_rows, r.i64("ngram_rows_first32")) {
+            let n = shape[0] * shape[1];
+            assert!(rows[..n].iter().zip(&want).all(|(a, b)| *a == *b as u64), "n-gram rows");
+        }
+    }
+    assert!(worst <= 1e-5, "logits: {worst:e}");
+    let (top, margin) = (r.ids("argmax"), r.f32("margin").1);
+    let agree = |t: usize| argmax(&logits[t]) == top[t];
+    for t in 0..ids.len() {
+        assert!(
+            margin[t] <= argmax_margin || skip.contains(&t) || agree(t),
+            "argmax at {t}, margin {}",
+            margin[t]
+        );
+    }
+    println!("argmax: {} of {}", (0..ids.len()).filter(|t| agree(*t)).count(), ids.len());
+    d.close(s);
+    drafts(d, r, &ids);
+}
+
+/// Drafts from the listed entries, teacher-forced prefix.
+fn drafts(d: &mut Driver<Lossless>, r: &Reference, ids: &[u32]) {
+    if d.model.draft.is_none() {
+        return;
+    }
+    let positions = r.ids("mtp_positions");
+    let tokens = r.ids("mtp_draft_tokens");
+    let (_, margins) = r.f32("mtp_draft_margin");
+    let (shape, last) = r.f32("mtp_logits_last4");
+    let mut s = d.open(0).unwrap();
+    let mut worst = 0f64;
+    for (i, t) in positions.iter().map(|p| *p as usize).enumerate() {
+        // Entry t: hidden of t with token t + 1.
+        let have = s.len();
+        d.prefill(&mut s, &ids[have..=t], Want::None).unwrap();
+        let out = d.draft(&mut s, ids[t + 1], 3, argmax).unwrap();
+        for k in 0..3 {
+            let (want, margin) = (tokens[3 * i + k], margins[3 * i + k]);
+            assert!(
+                out[k].0 == want || margin < 1e-3,
+                "draft {k} of entry {t}: {} not {want}, margin {margin}",
+                out[k].0
+            );
+            if out[k].0 != want {
+                break;
+            }
+        }
+    }
+    d.close(s);
+    // First-draft logits of the last entries, which end one before the last token.
+    let mut s = d.open(0).unwrap();
+    for (row, want) in last.chunks_exact(shape[1]).enumerate() {
+        let t = ids.len() - 1 - shape[0] + row;
+        let have = s.len();
+        d.prefill(&mut s, &ids[have..=t], Want::None).unwrap();
+        let out = d.draft(&mut s, ids[t + 1], 1, argmax).unwrap();
+        worst = worst.max(relative(&out[0].1, want));
+    }
+    println!("draft logits: {worst:.2e}");
+    assert!(worst <= 1e-5, "draft logits {worst:e}");
+    d.close(s);
+}
+
+fn demo(name: &str, margin: f32) {
+    let (Some(model), Some(reference)) =
+        (shared(&format!("models/{name}")), shared(&format!("models/refs/{name}/ref.safetensors")))
+    else {
+        return;
+    };
+    let (source, table) = plain_checkpoint(&model);
+    let mut d = lossless(&source, table, fp32(), DriverOptions::default());
+    check(&mut d, &Reference::open(&reference), margin, &[]);
+}
+
+#[test]
+fn dense_demo_bf16() {
+    demo("dense-demo-bf16", 0.05);
+}
+
+#[test]
+fn flash_demo_bf16() {
+    demo("flash-demo-bf16", 0.05);
+}
+
+#[test]
+fn moe4() {
+    let (Some(model), Some(reference)) =
+        (shared("reference/tiny_models/moe4"), shared("reference/tiny_models/moe4-ref/ref.safetensors"))
+    else {
+        return;
+    };
+    let (source, table) = plain_checkpoint(&model);
+    let mut d = lossless(&source, table, fp32(), DriverOptions::default());
+    check(&mut d, &Reference::open(&reference), 0.25, &[]);
+}
