@@ -6,6 +6,7 @@ pub mod error;
 pub mod model;
 pub mod ngram;
 pub mod numerics;
+pub mod sample;
 pub mod state;
 
 pub use error::EngineError;
