@@ -1,0 +1,222 @@
+//! What must not change a bit: call width, chunking, batching, snapshots, drafts that are thrown away.
+
+mod common;
+
+use common::*;
+use infernix_engine::backend::CallKind;
+use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
+use infernix_engine::driver::{Driver, DriverOptions, LaneInput, Sequence, Want};
+use infernix_engine::model::MemorySource;
+use infernix_engine::numerics::round::{Rounding, mix};
+use infernix_engine::state::KvFormat;
+
+struct Case {
+    source: MemorySource,
+    table: Option<Vec<f32>>,
+    width: usize,
+}
+
+/// Models small enough to run often; QSA, n-gram tables, experts and drafters are among them.
+fn cases() -> Vec<(&'static str, Case)> {
+    ["models/flash-demo-bf16", "models/dense-demo-bf16", "reference/tiny_models/moe4"]
+        .into_iter()
+        .filter_map(|name| {
+            let (source, table) = plain_checkpoint(&shared(name)?);
+            let width = source.config.ple.as_ref().map_or(1, |p| p.row_width() as usize);
+            let table = table.map(|t| all_rows(&t));
+            Some((name, Case { source, table, width }))
+        })
+        .collect()
+}
+
+fn all_rows(t: &infernix_engine::ngram::MemoryRows) -> Vec<f32> {
+    use infernix_engine::ngram::RowSource;
+    let mut v = vec![0f32; t.rows() as usize * t.width()];
+    for (r, out) in v.chunks_exact_mut(t.width()).enumerate() {
+        t.read(r as u64, out).unwrap();
+    }
+    v
+}
+
+impl Case {
+    fn driver(&self, rounding: Rounding, kv: KvFormat) -> Driver<Lossless> {
+        let table = self.table.clone().map(|v| infernix_engine::ngram::MemoryRows::new(self.width, v));
+        let options = LosslessOptions { rounding, ..LosslessOptions::default() };
+        lossless(&self.source, table, options, DriverOptions { tokens: 4096, sequences: 4, kv })
+    }
+
+    fn ids(&self, n: usize, seed: u64) -> Vec<u32> {
+        let vocab = self.source.config.vocab;
+        (0..n as u64).map(|i| (mix(seed.wrapping_mul(1_000_003).wrapping_add(i)) % vocab) as u32).collect()
+    }
+}
+
+fn whole(d: &mut Driver<Lossless>, ids: &[u32], stream: u64) -> Vec<Vec<f32>> {
+    let mut s = d.open(stream).unwrap();
+    let out = d.prefill(&mut s, ids, Want::All).unwrap().logits;
+    d.close(s);
+    out
+}
+
+fn same(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
+}
+
+/// Reads `ids` in pieces of random kind and size; decode rounds verify drafts of which a random part is kept.
+fn pieces(d: &mut Driver<Lossless>, s: &mut Sequence, case: &Case, ids: &[u32], seed: u64) -> Vec<Vec<f32>> {
+    let mut out = Vec::new();
+    let mut r = seed;
+    let mut dice = |n: u64| {
+        r = mix(r.wrapping_add(0x9E37_79B9_7F4A_7C15));
+        r % n
+    };
+    while out.len() < ids.len() {
+        let left = ids.len() - out.len();
+        if dice(3) == 0 {
+            let n = (1 + dice(40) as usize).min(left);
+            out.extend(d.prefill(s, &ids[s.len()..s.len() + n], Want::All).unwrap().logits);
+            continue;
+        }
+        // Columns: the first `good` are the text's, the others are drafts that will be rejected.
+        let (good, bad) = ((1 + dice(3) as usize).min(left), dice(3) as usize);
+        let mut columns = ids[s.len()..s.len() + good].to_vec();
+        columns.extend(case.ids(bad, dice(1000)));
+        if dice(2) == 0 && d.model.draft.is_some() && !s.is_empty() {
+            d.draft(s, columns[0], 2, infernix_engine::driver::argmax).unwrap();
+        }
+        let logits = d.verify(s, &columns).unwrap();
+        d.commit(s, good).unwrap();
+        out.extend(logits.into_iter().take(good));
+    }
+    out
+}
+
+fn chunking(rounding: Rounding, kv: KvFormat) {
+    for (name, case) in cases() {
+        let mut d = case.driver(rounding, kv);
+        let ids = case.ids(180, 5);
+        let want = whole(&mut d, &ids, 7);
+        let free = d.free_pages();
+        for seed in 0..3 {
+            let mut s = d.open(7).unwrap();
+            let got = pieces(&mut d, &mut s, &case, &ids, seed);
+            for (t, (a, b)) in got.iter().zip(&want).enumerate() {
+                assert!(same(a, b), "{name}: row {t} of run {seed} differs");
+            }
+            d.close(s);
+            assert_eq!(d.free_pages(), free, "pages leak");
+        }
+    }
+}
+
+#[test]
+fn prefill_decode_any_chunking_and_rejected_drafts_agree() {
+    chunking(Rounding::Nearest, KvFormat::Bf16);
+}
+
+#[test]
+fn stochastic_rounding_depends_on_position_not_on_calls() {
+    chunking(Rounding::Stochastic(3), KvFormat::Bf16);
+}
+
+#[test]
+fn int8_kv_is_the_same_through_any_call_width() {
+    chunking(Rounding::Nearest, KvFormat::Int8);
+}
+
+#[test]
+fn stochastic_seeds_and_streams_differ_and_repeat() {
+    for (name, case) in cases() {
+        let ids = case.ids(40, 9);
+        let run =
+            |seed, stream| whole(&mut case.driver(Rounding::Stochastic(seed), KvFormat::Bf16), &ids, stream);
+        let (a, b) = (run(1, 1), run(1, 1));
+        assert!(a.iter().zip(&b).all(|(a, b)| same(a, b)), "{name}: a seed does not repeat");
+        assert!(!same(&a[39], &run(2, 1)[39]), "{name}: seeds do not differ");
+        assert!(!same(&a[39], &run(1, 2)[39]), "{name}: streams do not differ");
+    }
+}
+
+#[test]
+fn batched_rows_do_not_see_each_other() {
+    for (name, case) in cases() {
+        let mut d = case.driver(Rounding::Nearest, KvFormat::Bf16);
+        let texts: Vec<Vec<u32>> = [70usize, 33, 150].iter().zip(1..).map(|(n, i)| case.ids(*n, i)).collect();
+        let want: Vec<_> = texts.iter().map(|t| whole(&mut d, t, 0)).collect();
+        let mut open: Vec<Sequence> = texts.iter().map(|_| d.open(0).unwrap()).collect();
+        for (kind, from, to) in
+            [(CallKind::Prefill, 0, 30), (CallKind::Decode, 30, 32), (CallKind::Decode, 32, 33)]
+        {
+            let mut lanes: Vec<LaneInput<'_>> = open
+                .iter_mut()
+                .zip(&texts)
+                .map(|(sequence, t)| LaneInput { sequence, ids: &t[from..to], want: Want::All })
+                .collect();
+            let out = d.run(kind, &mut lanes).unwrap();
+            for (i, o) in out.iter().enumerate() {
+                for (j, l) in o.logits.iter().enumerate() {
+                    assert!(same(l, &want[i][from + j]), "{name}: text {i} row {}", from + j);
+                }
+            }
+            if kind == CallKind::Decode {
+                open.iter_mut().for_each(|s| d.commit(s, to - from).unwrap());
+            }
+        }
+        open.into_iter().for_each(|s| d.close(s));
+    }
+}
+
+#[test]
+fn a_restored_snapshot_continues_as_if_nothing_had_happened() {
+    for (name, case) in cases() {
+        let mut d = case.driver(Rounding::Nearest, KvFormat::Bf16);
+        let ids = case.ids(170, 11);
+        let want = whole(&mut d, &ids, 0);
+        for (seed, cut) in [(1u64, 1usize), (2, 63), (3, 64), (4, 101), (5, 169)] {
+            let mut s = d.open(0).unwrap();
+            pieces(&mut d, &mut s, &case, &ids[..cut], seed);
+            let snapshot = d.snapshot(&s).unwrap();
+            // Another future, over page and block borders, also through drafts.
+            let other = case.ids(90, seed + 100);
+            let continued = d.prefill(&mut s, &other, Want::None);
+            continued.unwrap();
+            if d.model.draft.is_some() {
+                d.draft(&mut s, 1, 3, infernix_engine::driver::argmax).unwrap();
+            }
+            d.verify(&mut s, &other[..3]).unwrap();
+            d.commit(&mut s, 2).unwrap();
+            d.restore(&mut s, &snapshot).unwrap();
+            assert_eq!(s.len(), cut);
+            let got = d.prefill(&mut s, &ids[cut..], Want::All).unwrap().logits;
+            assert!(got.iter().zip(&want[cut..]).all(|(a, b)| same(a, b)), "{name}: cut at {cut}");
+            d.close(s);
+        }
+    }
+}
+
+#[test]
+fn drafts_do_not_depend_on_how_the_prompt_was_read() {
+    for (name, case) in cases() {
+        let mut d = case.driver(Rounding::Nearest, KvFormat::Bf16);
+        if d.model.draft.is_none() {
+            continue;
+        }
+        let ids = case.ids(160, 21);
+        let mut draft = |d: &mut Driver<Lossless>, s: &mut Sequence| -> Vec<Vec<f32>> {
+            let out = d.draft(s, 3, 3, infernix_engine::driver::argmax).unwrap();
+            out.into_iter().map(|o| o.1).collect()
+        };
+        let mut s = d.open(0).unwrap();
+        d.prefill(&mut s, &ids, Want::None).unwrap();
+        let want = draft(&mut d, &mut s);
+        assert_eq!(draft(&mut d, &mut s), want, "{name}: drafting twice");
+        d.close(s);
+        for seed in 0..2 {
+            let mut s = d.open(0).unwrap();
+            pieces(&mut d, &mut s, &case, &ids, seed);
+            let got = draft(&mut d, &mut s);
+            assert!(got.iter().zip(&want).all(|(a, b)| same(a, b)), "{name}: run {seed}");
+            d.close(s);
+        }
+    }
+}
