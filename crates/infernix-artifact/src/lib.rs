@@ -14,6 +14,7 @@ mod directory;
 mod draft;
 mod error;
 mod framing;
+mod guard;
 mod id;
 pub mod io;
 pub mod json;

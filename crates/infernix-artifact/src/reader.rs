@@ -1,20 +1,19 @@
 //! Opening a set and reading its objects.
 //!
 //! **Mapped files.** [`Artifact::bytes`] maps files. If a mapped file is cut short by another process, touching the
-//! missing pages would raise SIGBUS and end the process. Three measures make that one clear error in practice: every
-//! length is checked at open and again at each call of `bytes`; bulk readers use [`Artifact::read_at`], which never
-//! maps and reports a short file as [`ArtifactError::Shrunk`]; and [`Mapping::Copied`] makes `bytes` read into memory,
-//! for files on media that other machines may change. [`Artifact::check_unchanged`] lets a long-running reader look
-//! once per round, before it touches mapped pages.
+//! missing pages would raise SIGBUS and end the process. Instead: lengths are checked at open and again at each call of
+//! `bytes`; a page that vanishes later reads as zeros and raises a flag (see `guard.rs`), which [`ObjectBytes::check`]
+//! and [`Artifact::check_unchanged`] turn into [`ArtifactError::Shrunk`], so a reader that checks once per round never
+//! lets a wrong result out; bulk readers use [`Artifact::read_at`], which never maps; and [`Mapping::Copied`] makes
+//! `bytes` read into memory, for files on media that other machines may change.
 
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use memmap2::Mmap;
-
 use crate::framing::{EntryHeader, FRAME_ALIGNMENT, HEADER_BYTES, check_part};
+use crate::guard::GuardedMap;
 use crate::io::{CHUNK, drop_cache, folder_of, read_at};
 use crate::{ArtifactError, ArtifactId, Directory, Object, Result, parse_directory};
 
@@ -46,7 +45,7 @@ struct OpenFile {
     /// Where its payload starts in the logical payload.
     logical_start: u64,
     payload_bytes: u64,
-    map: OnceLock<Arc<Mmap>>,
+    map: OnceLock<Arc<GuardedMap>>,
 }
 
 /// An open, structurally checked set of files.
@@ -79,14 +78,14 @@ pub struct ObjectBytes {
 
 #[derive(Clone, Debug)]
 enum Source {
-    Mapped(Arc<Mmap>),
+    Mapped(Arc<GuardedMap>),
     Owned(Arc<Vec<u8>>),
 }
 
 impl AsRef<[u8]> for ObjectBytes {
     fn as_ref(&self) -> &[u8] {
         match &self.source {
-            Source::Mapped(map) => &map[self.range.clone()],
+            Source::Mapped(map) => &map.bytes()[self.range.clone()],
             Source::Owned(bytes) => &bytes[self.range.clone()],
         }
     }
@@ -108,6 +107,18 @@ impl ObjectBytes {
         }
         let range = self.range.start + range.start..self.range.start + range.end;
         Some(Self { source: self.source.clone(), range })
+    }
+
+    /// Looks whether the file lost pages that were read through these bytes (or through any other of the same file):
+    /// they read as zeros.
+    ///
+    /// # Errors
+    /// [`ArtifactError::Shrunk`].
+    pub fn check(&self) -> Result<()> {
+        match &self.source {
+            Source::Mapped(map) => map.check(),
+            Source::Owned(_) => Ok(()),
+        }
     }
 
     /// True when the bytes are pages of the file.
@@ -292,8 +303,9 @@ impl Artifact {
         let segments = self.segments(object.offset, object.bytes)?;
         if let ([segment], Mapping::Mapped) = (segments.as_slice(), self.options.mapping) {
             // A set whose segments are no multiples of a page would misalign what follows.
-            if segment.offset % FRAME_ALIGNMENT == object.offset % FRAME_ALIGNMENT {
-                let map = self.map(segment.file)?;
+            if segment.offset % FRAME_ALIGNMENT == object.offset % FRAME_ALIGNMENT
+                && let Some(map) = self.map(segment.file)?
+            {
                 let start = segment.offset as usize;
                 return Ok(ObjectBytes {
                     source: Source::Mapped(map),
@@ -319,17 +331,19 @@ impl Artifact {
         self.files.iter().try_for_each(OpenFile::check)
     }
 
-    fn map(&self, index: usize) -> Result<Arc<Mmap>> {
+    fn map(&self, index: usize) -> Result<Option<Arc<GuardedMap>>> {
         let file = &self.files[index];
         file.check()?;
         if let Some(map) = file.map.get() {
-            return Ok(map.clone());
+            return Ok(Some(map.clone()));
         }
-        let map = Arc::new(map_file(&file.file).map_err(|e| ArtifactError::io(&file.path, "map", e))?);
-        if map.len() as u64 != file.bytes {
+        let map =
+            GuardedMap::new(&file.file, &file.path).map_err(|e| ArtifactError::io(&file.path, "map", e))?;
+        let Some(map) = map else { return Ok(None) };
+        if map.bytes().len() as u64 != file.bytes {
             return Err(ArtifactError::Shrunk { path: file.path.clone() });
         }
-        Ok(file.map.get_or_init(|| map).clone())
+        Ok(Some(file.map.get_or_init(|| Arc::new(map)).clone()))
     }
 
     /// The resource that fills `role` of `component`, byte for byte.
@@ -359,6 +373,7 @@ impl Artifact {
 
 impl OpenFile {
     fn check(&self) -> Result<()> {
+        self.map.get().map_or(Ok(()), |map| map.check())?;
         let found = self.file.metadata().map_err(|e| ArtifactError::io(&self.path, "look at", e))?.len();
         if found == self.bytes {
             return Ok(());
@@ -394,12 +409,4 @@ fn open_sibling(path: &Path) -> Result<(File, u64)> {
         }
         other => other,
     })
-}
-
-#[expect(unsafe_code, reason = "mapping a file")]
-fn map_file(file: &File) -> std::io::Result<Mmap> {
-    // SAFETY: the map is read-only and this crate never writes through it. Another process may change or cut the file;
-    // the module comment states the policy: lengths are re-checked before use, stored words are plain integers that
-    // tolerate any value, and callers who cannot trust the medium choose `Mapping::Copied`.
-    unsafe { Mmap::map(file) }
 }

@@ -107,7 +107,8 @@ impl Artifact {
             Ok(None) if self.artifact_id().0[6] >> 4 == 8 => {
                 // One changed letter in "integrity" must not turn a signed set into one without digests. Other writers
                 // use random ids (UUID version 4).
-                let reason = "the artifact id is made of digests, but /provenance/integrity is missing".into();
+                let reason =
+                    "the artifact id is made of digests, but /provenance/integrity is missing".into();
                 problems.push(Problem { file: entry.clone(), place: "directory".into(), reason });
                 None
             }

@@ -124,7 +124,9 @@ fn every_changed_byte_of_a_set_is_detected_and_named() {
                         assert!(
                             !report.problems.is_empty(),
                             "byte {at} of file {index} xor {flip:#x} went unseen: {:?}",
-                            String::from_utf8_lossy(&bytes[at.saturating_sub(60)..(at + 40).min(bytes.len())])
+                            String::from_utf8_lossy(
+                                &bytes[at.saturating_sub(60)..(at + 40).min(bytes.len())]
+                            )
                         );
                         let name = path.file_name().unwrap().to_str().unwrap();
                         assert!(report.problems.iter().any(|p| p.file == name), "{:?}", report.problems);
@@ -196,10 +198,13 @@ fn a_mapped_file_that_shrank_is_an_error() {
     let entry = dir.path().join("m.infernix");
     let artifact = Artifact::open(&entry).unwrap();
     let object = artifact.object("weight/000003").unwrap();
-    artifact.bytes(object).unwrap();
+    let held = artifact.bytes(object).unwrap();
+    assert!(held.is_mapped() && held.check().is_ok());
     fs::OpenOptions::new().write(true).open(&entry).unwrap().set_len(4096).unwrap();
     assert!(matches!(artifact.bytes(object), Err(ArtifactError::Shrunk { .. })));
     assert!(matches!(artifact.check_unchanged(), Err(ArtifactError::Shrunk { .. })));
+    assert_eq!(held.last(), Some(&0), "a page that is gone must not end the process");
+    assert!(matches!(held.check(), Err(ArtifactError::Shrunk { .. })));
     let mut out = vec![0; object.bytes as usize];
     assert!(matches!(artifact.read_at(object.offset, &mut out), Err(ArtifactError::Shrunk { .. })));
 }
