@@ -178,40 +178,68 @@ fn null_as_empty<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Vec<ToolCall>
     Ok(Option::<Vec<ToolCall>>::deserialize(d)?.unwrap_or_default())
 }
 
-/// A declared tool.
+/// A declared tool: `{"type": "function", "function": {...}}`, shown to templates member by member as the
+/// request has it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Tool {
-    /// `function`.
-    #[serde(rename = "type", default = "function_kind")]
-    pub kind: String,
-    /// The declaration; members beyond these four are kept and rendered in their place.
-    pub function: Map<String, Value>,
-}
+#[serde(try_from = "Map<String, Value>", into = "Map<String, Value>")]
+pub struct Tool(Map<String, Value>);
 
 impl Tool {
     /// A function tool.
     #[must_use]
     pub fn function(name: &str, description: &str, parameters: Value) -> Self {
-        Self {
-            kind: function_kind(),
-            function: Map::from_iter([
-                ("name".to_owned(), name.into()),
-                ("description".to_owned(), description.into()),
-                ("parameters".to_owned(), parameters),
-            ]),
-        }
+        let function =
+            serde_json::json!({"name": name, "description": description, "parameters": parameters});
+        Self::from_map(Map::from_iter([
+            ("type".to_owned(), function_kind().into()),
+            ("function".to_owned(), function),
+        ]))
+    }
+
+    /// A tool from its members, unchecked: without a `function` its name is empty.
+    #[must_use]
+    pub fn from_map(map: Map<String, Value>) -> Self {
+        Self(map)
+    }
+
+    /// All members in order.
+    #[must_use]
+    pub fn as_map(&self) -> &Map<String, Value> {
+        &self.0
     }
 
     /// The function's name, empty where it is missing.
     #[must_use]
     pub fn name(&self) -> &str {
-        self.function.get("name").and_then(Value::as_str).unwrap_or_default()
+        self.member("name").and_then(Value::as_str).unwrap_or_default()
     }
 
     /// The JSON Schema of the arguments.
     #[must_use]
     pub fn parameters(&self) -> Option<&Value> {
-        self.function.get("parameters")
+        self.member("parameters")
+    }
+
+    fn member(&self, name: &str) -> Option<&Value> {
+        self.0.get("function")?.get(name)
+    }
+}
+
+impl TryFrom<Map<String, Value>> for Tool {
+    type Error = String;
+
+    fn try_from(map: Map<String, Value>) -> Result<Self, String> {
+        let tool = Self(map);
+        if tool.name().is_empty() {
+            return Err("a tool needs function.name".to_owned());
+        }
+        Ok(tool)
+    }
+}
+
+impl From<Tool> for Map<String, Value> {
+    fn from(tool: Tool) -> Self {
+        tool.0
     }
 }
 
@@ -235,6 +263,16 @@ mod tests {
                 .expect("parses");
         assert!(message.has_media());
         assert_eq!((message.plain_text().as_str(), message.role.template_name()), ("a", "system"));
+    }
+
+    #[test]
+    fn tools_keep_their_members_in_order() {
+        let text =
+            r#"{"function":{"strict":true,"name":"f","parameters":{"z":1,"a":2}},"type":"function","x":1}"#;
+        let tool: Tool = serde_json::from_str(text).expect("parses");
+        assert_eq!(serde_json::to_string(&tool).expect("writes"), text);
+        assert_eq!(tool.name(), "f");
+        assert!(serde_json::from_str::<Tool>(r#"{"type": "function"}"#).is_err());
     }
 
     #[test]

@@ -214,7 +214,7 @@ impl ChatFormat {
         let mut messages = self.normalize(messages);
         let prefill = if options.continue_last { Some(take_prefill(&mut messages, options)?) } else { None };
         let clean = self.render_text(&messages, tools, options, true)?;
-        let (mut text, mut literal) = if self.spells_added(&messages, tools) {
+        let (mut text, mut literal) = if self.spells_added(&messages, tools, options) {
             self.render_marked(&messages, tools, options, &clean)?
         } else {
             (clean, Vec::new())
@@ -259,8 +259,7 @@ impl ChatFormat {
         let messages: Vec<Value> = messages.iter().map(message_value).collect();
         variables.insert("messages".to_owned(), Value::Array(messages));
         if !tools.is_empty() {
-            let tools: Vec<Value> =
-                tools.iter().map(|t| json!({"type": t.kind, "function": t.function})).collect();
+            let tools: Vec<Value> = tools.iter().map(|t| Value::Object(t.as_map().clone())).collect();
             variables.insert("tools".to_owned(), Value::Array(tools));
         }
         variables.insert("add_generation_prompt".to_owned(), open_turn.into());
@@ -369,22 +368,31 @@ impl ChatFormat {
         self.tokenizer
             .added_tokens()
             .iter()
+            // Runs of white space that some vocabularies add are no one's secret.
+            .filter(|t| !t.content.trim().is_empty())
             .filter(|t| t.special || protect == Protect::All)
             .map(|t| t.content.clone())
             .collect()
     }
 
-    fn spells_added(&self, messages: &[Message], tools: &[Tool]) -> bool {
+    /// Whether the request spells an added token, in full or so that its texts joined might.
+    fn spells_added(&self, messages: &[Message], tools: &[Tool], options: &ChatOptions) -> bool {
         let spellings = self.spellings(Protect::All);
         let mut found = false;
         let mut look = |text: &str| {
-            found |= text.contains(MARK) || spellings.iter().any(|s| text.contains(s.as_str()));
+            found |= text.contains(MARK)
+                || spellings.iter().any(|s| text.contains(s.as_str()))
+                || unfinished(text, &spellings).is_some();
         };
         for message in messages {
             visit_message(message, &mut look);
         }
         for tool in tools {
-            visit(&Value::Object(tool.function.clone()), &mut look);
+            visit(&Value::Object(tool.as_map().clone()), &mut look);
+        }
+        visit(&Value::Object(options.template_kwargs.clone()), &mut look);
+        if let Some(effort) = &options.reasoning_effort {
+            look(effort);
         }
         found
     }
@@ -405,11 +413,14 @@ impl ChatFormat {
         for protect in [Protect::All, Protect::Special] {
             let marker = Marker::new(self.spellings(protect), self.spellings(Protect::Special));
             let marked: Vec<Message> = messages.iter().map(|m| marker.message(m)).collect();
-            let marked_tools: Vec<Tool> = tools
-                .iter()
-                .map(|t| Tool { kind: t.kind.clone(), function: marker.map(&t.function, false) })
-                .collect();
-            let Ok(text) = self.render_text(&marked, &marked_tools, options, true) else {
+            let marked_tools: Vec<Tool> =
+                tools.iter().map(|t| Tool::from_map(marker.map(t.as_map(), false))).collect();
+            let marked_options = ChatOptions {
+                reasoning_effort: options.reasoning_effort.as_ref().map(|e| marker.text(e, false)),
+                template_kwargs: marker.map(&options.template_kwargs, false),
+                ..options.clone()
+            };
+            let Ok(text) = self.render_text(&marked, &marked_tools, &marked_options, true) else {
                 continue;
             };
             let (text, literal) = unmark(&text);
@@ -435,6 +446,16 @@ enum Protect {
     Special,
 }
 
+/// Where an end of `text` begins that is the beginning of a spelling, the longest such end.
+fn unfinished(text: &str, spellings: &[String]) -> Option<usize> {
+    let longest = spellings.iter().map(String::len).max().unwrap_or(0);
+    let from = text.len().saturating_sub(longest);
+    (from..text.len()).filter(|&at| text.is_char_boundary(at)).find(|&at| {
+        let end = &text[at..];
+        spellings.iter().any(|s| s.len() > end.len() && s.starts_with(end))
+    })
+}
+
 /// Puts marks into spellings.
 struct Marker {
     /// For what users, tools and schemas say.
@@ -453,12 +474,18 @@ impl Marker {
         if out.contains(MARK) {
             out = Cow::Owned(out.replace(MARK, ""));
         }
-        for spelling in if own { &self.own } else { &self.foreign } {
+        let spellings = if own { &self.own } else { &self.foreign };
+        for spelling in spellings {
             if out.contains(spelling.as_str()) {
                 let first = spelling.chars().next().map_or(0, char::len_utf8);
                 let marked = format!("{}{MARK}{}", &spelling[..first], &spelling[first..]);
                 out = Cow::Owned(out.replace(spelling.as_str(), &marked));
             }
+        }
+        // The next text may go on with the spelling that this one begins.
+        if let Some(at) = unfinished(&out, spellings) {
+            let first = out[at..].chars().next().map_or(0, char::len_utf8);
+            out.to_mut().insert(at + first, MARK);
         }
         out.into_owned()
     }
@@ -485,7 +512,12 @@ impl Marker {
         });
         out.reasoning_content = message.reasoning_content.as_ref().map(|t| self.text(t, own));
         out.extra = self.map(&message.extra, own);
+        for field in [&mut out.tool_call_id, &mut out.name].into_iter().flatten() {
+            *field = self.text(field, false);
+        }
         for call in &mut out.tool_calls {
+            call.id = call.id.as_ref().map(|id| self.text(id, false));
+            call.kind = self.text(&call.kind, false);
             call.function.name = self.text(&call.function.name, own);
             // Values of calls are data, whoever wrote them.
             call.function.arguments = Value::Object(self.map(&call.function.arguments_object(), false));
@@ -494,16 +526,15 @@ impl Marker {
     }
 }
 
-/// Removes marks; each becomes the range of the two bytes around it. A template that writes JSON in
-/// ASCII has escaped them.
+/// Removes marks; each becomes the place it had, which no added token may span. A template that writes
+/// JSON in ASCII has escaped them.
 fn unmark(text: &str) -> (String, Vec<Range<usize>>) {
     let mut out = String::with_capacity(text.len());
     let mut literal = Vec::new();
     let pieces = text.split(MARK).flat_map(|piece| piece.split(ESCAPED_MARK));
     for (index, piece) in pieces.enumerate() {
         if index > 0 {
-            let start = out.len().saturating_sub(1);
-            literal.push(start..out.len() + 1);
+            literal.push(out.len()..out.len());
         }
         out.push_str(piece);
     }
@@ -599,7 +630,14 @@ fn visit_message(message: &Message, look: &mut dyn FnMut(&str)) {
     if let Some(text) = &message.reasoning_content {
         look(text);
     }
+    for field in [&message.tool_call_id, &message.name].into_iter().flatten() {
+        look(field);
+    }
     for call in &message.tool_calls {
+        look(&call.kind);
+        if let Some(id) = &call.id {
+            look(id);
+        }
         look(&call.function.name);
         visit(&call.function.arguments, look);
         if let Value::String(_) = &call.function.arguments {

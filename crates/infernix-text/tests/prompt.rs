@@ -140,6 +140,35 @@ fn control_spellings_in_messages_stay_text() {
 }
 
 #[test]
+fn control_spellings_cannot_be_joined_from_parts_or_hidden_in_other_fields() {
+    let format = demo();
+    let end = format.tokenizer().token_id("<|im_end|>").expect("known");
+    let count = |p: &Prompt| p.ids.iter().filter(|&&id| id == end).count();
+    let parts = |texts: &[&str]| -> Message {
+        let parts: Vec<Value> = texts.iter().map(|t| json!({"type": "text", "text": t})).collect();
+        serde_json::from_value(json!({"role": "user", "content": parts})).expect("reads")
+    };
+    for texts in [&["<|im_", "end|>"][..], &["a<", "|im", "_end|", "> b"], &["<|im_end|", ">"]] {
+        let got = prompt(&format, &[parts(texts)], &ChatOptions::default());
+        assert!(got.text.contains("<|im_end|>"));
+        assert_eq!(count(&got), 1, "{texts:?}");
+    }
+    // A text that merely ends like the beginning of a token leaves the template's own token alone.
+    for text in ["a <", "<|im_end|", "<<|im"] {
+        assert_eq!(count(&prompt(&format, &[user(text)], &ChatOptions::default())), 1, "{text}");
+    }
+    let format =
+        with_template("{{ messages[0].name }}{{ messages[0].tool_call_id }}{{ note }}{{ reasoning_effort }}");
+    let mut message = user("");
+    message.name = Some("<|im_end|>".into());
+    message.tool_call_id = message.name.clone();
+    let mut options = ChatOptions { reasoning_effort: message.name.clone(), ..ChatOptions::default() };
+    options.template_kwargs.insert("note".into(), "<|im_end|>".into());
+    let got = prompt(&format, &[message], &options);
+    assert_eq!((got.text.as_str(), count(&got)), ("<|im_end|>".repeat(4).as_str(), 0));
+}
+
+#[test]
 fn ascii_json_does_not_leak_marks() {
     let format = with_template("{{ messages | tojson(ensure_ascii=true) }}<|im_end|>");
     let got = prompt(&format, &[user("é<|im_end|>")], &ChatOptions::default());

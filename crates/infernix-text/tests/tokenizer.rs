@@ -147,7 +147,10 @@ proptest! {
 #[expect(clippy::print_stderr, reason = "a measurement prints its result")]
 fn encode_speed() {
     let path = std::env::var("TOKENIZER_JSON").map_or_else(|_| demo().join("tokenizer.json"), PathBuf::from);
-    let t = Tokenizer::from_json(&std::fs::read(path).expect("reads"), None).expect("loads");
+    let bytes = std::fs::read(path).expect("reads");
+    let start = std::time::Instant::now();
+    let t = Tokenizer::from_json(&bytes, None).expect("loads");
+    eprintln!("load: {:.2} s, {} ids", start.elapsed().as_secs_f64(), t.addressable());
     let text = match std::env::var("TEXT_FILE") {
         Ok(file) => std::fs::read_to_string(file).expect("reads"),
         Err(_) => include_str!("tokenizer.rs").repeat(200),

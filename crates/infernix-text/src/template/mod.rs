@@ -216,6 +216,19 @@ mod tests {
         assert!(error.to_string().contains("line 2"), "{error}");
     }
 
+    proptest::proptest! {
+        #[test]
+        fn no_template_text_makes_it_panic(picks in proptest::collection::vec(0usize..28, 0..14)) {
+            const PIECES: [&str; 28] = [
+                "{{", "}}", "{%", "%}", "{#", "#}", "-", "+", " a ", "%", "'%s'", "(", ")", "[",
+                "]", "{", "}", "|", "tojson", "'é", "\"\\", " if ", " endif ", " for x in ",
+                " raw ", " endraw ", "世", " generation ",
+            ];
+            let source: String = picks.iter().map(|&i| PIECES[i]).collect();
+            let _ = render(&source, json!({"a": "x"}));
+        }
+    }
+
     #[test]
     fn runaway_templates_hit_a_limit() {
         let limits = TemplateLimits { fuel: 100_000, output_bytes: 1000, recursion: 50 };

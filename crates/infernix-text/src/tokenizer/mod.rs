@@ -44,8 +44,8 @@ pub enum AddedTokens {
 pub struct EncodeOptions<'r> {
     /// Added tokens to recognise.
     pub added: AddedTokens,
-    /// Byte ranges of the text, ascending, in which no added token may lie even in part. The text
-    /// around them is still split and merged as one.
+    /// Byte ranges of the text, ascending, in which no added token may lie even in part; an empty
+    /// range is a place that none may span. The text around them is still split and merged as one.
     pub literal: &'r [Range<usize>],
 }
 
