@@ -7,6 +7,10 @@
     reason = "vector intrinsics, a thread pool, disjoint writes; each block says why it is sound"
 )]
 
+mod attention;
+mod cells;
+mod delta;
+mod elementwise;
 pub mod isa;
 pub mod linear;
 pub mod num;

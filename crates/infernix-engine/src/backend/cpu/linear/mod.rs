@@ -76,4 +76,4 @@ pub(crate) fn product_rows(isa: Isa, w: &Rows<'_>, range: Range<usize>, x: &Pack
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
