@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use infernix_artifact::{Binding, Draft, DraftObject, LayoutOptions, ObjectKind};
-use infernix_checkpoint::{OpenOptions, Scheme, SourceTensor};
+use infernix_checkpoint::{OpenOptions, Scheme};
 use infernix_formats::{Format, Layout, encoded_size};
 use infernix_model::{Class, Component, ModelConfig, NameStyle, Parameter, Source, parameters, source_prefix};
 use serde_json::{Map, Value, json};
@@ -178,23 +178,6 @@ impl<'a> Builder<'a> {
         self.options.recipe.check_architecture(self.config.architecture, &crate::classes::of(self.config.architecture))
     }
 
-    /// The first source that has a weight of this name, in the order of roles.
-    pub(crate) fn locate(
-        &self,
-        name: &str,
-        component: Component,
-        role: Option<&str>,
-        table: bool,
-    ) -> Result<Option<(usize, SourceTensor<'a>)>, ConvertError> {
-        let sources: &'a Sources = self.sources;
-        for index in sources.order(role, component, table) {
-            if let Some(weight) = sources.checkpoint(index).resolve(name)? {
-                return Ok(Some((index, weight)));
-            }
-        }
-        Ok(None)
-    }
-
     /// The rule for a parameter with that source.
     pub(crate) fn rule(&self, p: &Parameter, scheme: &str) -> Result<&'a Rule, ConvertError> {
         self.options.recipe.rule(p.class, p.component, p.layer, scheme).ok_or_else(|| ConvertError::UncoveredParameter {
@@ -219,7 +202,7 @@ impl<'a> Builder<'a> {
     fn place(&mut self, p: &Parameter) -> Result<(), ConvertError> {
         match &p.source {
             Source::Tensor { name, shape, rows } => {
-                let Some((source, weight)) = self.locate(name, p.component, self.role(p), false)? else {
+                let Some((source, weight)) = self.sources.locate(name, p.component, self.role(p), false)? else {
                     if !p.optional {
                         self.missing.push(name.clone());
                     }
@@ -253,7 +236,7 @@ impl<'a> Builder<'a> {
 
     fn place_experts(&mut self, p: &Parameter, prefix: &str) -> Result<(), ConvertError> {
         self.flush_groups()?;
-        let Some(experts) = ExpertSource::find(self.sources, self, p, prefix)? else { return Ok(()) };
+        let Some(experts) = ExpertSource::find(self.sources, p, prefix, self.role(p), &mut self.missing)? else { return Ok(()) };
         let scheme = experts.scheme;
         let rule = self.rule(p, scheme_name(scheme).unwrap_or("other"))?;
         let storage = decide(&p.name, &experts.file, &experts.example, scheme, rule, !experts.fused)?;
@@ -305,7 +288,7 @@ impl<'a> Builder<'a> {
     }
 
     fn place_input_scales(&mut self, p: &Parameter, prefix: &str) -> Result<(), ConvertError> {
-        let Some(experts) = ExpertSource::find(self.sources, self, p, prefix)? else { return Ok(()) };
+        let Some(experts) = ExpertSource::find(self.sources, p, prefix, self.role(p), &mut self.missing)? else { return Ok(()) };
         if !experts.scheme.has_input_scale() {
             return Ok(());
         }
@@ -347,7 +330,7 @@ impl<'a> Builder<'a> {
         }
         let role = self.role(p);
         let mut missing = Vec::new();
-        let found = crate::ngram::plan_table(self, p, role, &mut missing)?;
+        let found = crate::ngram::plan_table(self.sources, self.config, p, role, &mut missing)?;
         self.missing.append(&mut missing);
         if let Some(table) = found {
             let path = match &self.options.ngram {

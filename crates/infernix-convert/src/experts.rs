@@ -5,7 +5,6 @@ use infernix_formats::expert_bank::ExpertMatrix;
 use infernix_model::Parameter;
 
 use crate::ConvertError;
-use crate::build::Builder;
 use crate::plan::{Content, Segment};
 use crate::sources::{Sources, WeightRef};
 
@@ -28,31 +27,31 @@ pub(crate) fn matrix_name(prefix: &str, expert: u64, matrix: ExpertMatrix) -> St
 
 impl ExpertSource {
     /// Finds the experts of a parameter (shape [E,H,I], or [E,3] for its scales), checks every matrix and marks it
-    /// used. Missing ones go to the builder's list; `None` if there are none at all.
+    /// used. Missing ones go to `missing`; `None` if there are none at all.
     pub(crate) fn find(
         sources: &Sources,
-        b: &mut Builder<'_>,
         p: &Parameter,
         prefix: &str,
+        role: Option<&str>,
+        missing: &mut Vec<String>,
     ) -> Result<Option<Self>, ConvertError> {
-        let role = b.role(p);
         // The scales follow the experts, which have been checked and reported already.
         let checked = p.shape.len() != 3;
-        if let Some((source, gate_up)) = b.locate(&format!("{prefix}.gate_up_proj"), p.component, role, false)? {
+        if let Some((source, gate_up)) = sources.locate(&format!("{prefix}.gate_up_proj"), p.component, role, false)? {
             let example = gate_up.planes().weight.name.to_string();
             let file = sources.file_of(source, gate_up.planes().weight);
             let found = Self { source, scheme: gate_up.scheme(), fused: true, file, example };
             if !checked {
                 let (e, h, i) = (p.shape[0], p.shape[1], p.shape[2]);
-                found.check(sources, gate_up.name(), &[e, 2 * i, h], b)?;
-                found.check(sources, &format!("{prefix}.down_proj"), &[e, h, i], b)?;
+                found.check(sources, gate_up.name(), &[e, 2 * i, h], missing)?;
+                found.check(sources, &format!("{prefix}.down_proj"), &[e, h, i], missing)?;
             }
             return Ok(Some(found));
         }
         let first = matrix_name(prefix, 0, ExpertMatrix::Gate);
-        let Some((source, gate)) = b.locate(&first, p.component, role, false)? else {
+        let Some((source, gate)) = sources.locate(&first, p.component, role, false)? else {
             if !checked {
-                b.missing.push(format!("{prefix}.gate_up_proj (or {first}.weight and its kind)"));
+                missing.push(format!("{prefix}.gate_up_proj (or {first}.weight and its kind)"));
             }
             return Ok(None);
         };
@@ -64,16 +63,16 @@ impl ExpertSource {
             for expert in 0..e {
                 for matrix in ExpertMatrix::ALL {
                     let shape = if matrix == ExpertMatrix::Down { [h, i] } else { [i, h] };
-                    found.check(sources, &matrix_name(prefix, expert, matrix), &shape, b)?;
+                    found.check(sources, &matrix_name(prefix, expert, matrix), &shape, missing)?;
                 }
             }
         }
         Ok(Some(found))
     }
 
-    fn check(&self, sources: &Sources, name: &str, shape: &[u64], b: &mut Builder<'_>) -> Result<(), ConvertError> {
+    fn check(&self, sources: &Sources, name: &str, shape: &[u64], missing: &mut Vec<String>) -> Result<(), ConvertError> {
         let Some(weight) = sources.checkpoint(self.source).resolve(name)? else {
-            b.missing.push(format!("{name}.weight"));
+            missing.push(format!("{name}.weight"));
             return Ok(());
         };
         let tensor = weight.planes().weight;

@@ -3,7 +3,7 @@
 //! * [`Recipe`] says by parameter class what becomes of each tensor.
 //! * [`plan`] turns recipe and headers into a [`Plan`]: every object, its layout, its size to the byte.
 //! * [`convert`] carries a plan out: streaming, resumable, within bounded memory.
-//! * `verify` decodes an artifact back and compares every word with the checkpoint.
+//! * [`verify()`] decodes an artifact back and compares every word with the checkpoint.
 #![forbid(unsafe_code)]
 
 mod build;
@@ -25,6 +25,7 @@ mod resources;
 mod sources;
 mod storage;
 mod uses;
+mod verify;
 
 pub use build::plan;
 pub use error::ConvertError;
@@ -35,3 +36,6 @@ pub use progress::{Progress, Silent};
 pub use proposal::{ProposalOptions, Ranking, Vocabulary};
 pub use recipe::{Activation, ExpertActivation, Method, ROLES, Recipe, Rule, SourceRole, Target};
 pub use sources::{SCHEME_NAMES, Source, SourceSpec, Sources, WeightRef, scheme_name, stored_format};
+pub use verify::{
+    Mismatch, NgramRows, Requantized, VerifyOptions, VerifyReport, Worst, digest_text, verify,
+};

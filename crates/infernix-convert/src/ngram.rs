@@ -9,7 +9,6 @@ use infernix_model::{ModelConfig, Parameter, Source};
 use serde_json::{Value, json};
 
 use crate::ConvertError;
-use crate::build::Builder;
 use crate::sources::{Sources, WeightRef};
 
 /// Bytes of a block of the volume, and of its header.
@@ -198,20 +197,20 @@ const BUFFERS: [&str; 3] = ["layer_multipliers", "ngram_heads_vocab_sizes", "ngr
 
 /// Finds the table of a parameter; checks dtypes, shapes, row count and the buffers' shapes.
 pub(crate) fn plan_table(
-    b: &Builder<'_>,
+    sources: &Sources,
+    config: &ModelConfig,
     p: &Parameter,
     role: Option<&str>,
     missing: &mut Vec<String>,
 ) -> Result<Option<TablePlan>, ConvertError> {
     let Source::NgramTable { prefix, buffers, parts: announced } = &p.source else { return Ok(None) };
-    let sources = b.sources;
     let fail = |reason: String| ConvertError::Ngram { path: sources.main_path().to_owned(), reason };
     let (rows, width) = (p.shape[0], p.shape[1]);
     let part_name = |k: u64| format!("{prefix}.shard_{k}.weight");
     let mut found: Vec<(usize, SourceTensor<'_>)> = Vec::new();
-    if let Some(whole) = b.locate(&format!("{prefix}.weight"), p.component, role, true)? {
+    if let Some(whole) = sources.locate(&format!("{prefix}.weight"), p.component, role, true)? {
         found.push(whole);
-    } else if let Some(first) = b.locate(&part_name(0), p.component, role, true)? {
+    } else if let Some(first) = sources.locate(&part_name(0), p.component, role, true)? {
         let source = first.0;
         found.push(first);
         while let Some(next) = sources.checkpoint(source).resolve(&part_name(found.len() as u64))? {
@@ -265,7 +264,7 @@ pub(crate) fn plan_table(
             buffer_source.get_or_insert((index, buffers.clone()));
         }
     }
-    if let (Some((index, prefix)), Some(ple)) = (&buffer_source, &b.config.ple) {
+    if let (Some((index, prefix)), Some(ple)) = (&buffer_source, &config.ple) {
         let heads = (ple.ngram_size - 1) * ple.heads_per_ngram;
         for (name, length) in BUFFERS.iter().zip([ple.ngram_size, heads, heads]) {
             let name = format!("{prefix}.{name}");
@@ -281,7 +280,7 @@ pub(crate) fn plan_table(
     let layer = p.layer.unwrap_or(0);
     Ok(Some(TablePlan {
         layer: layer as u64,
-        table: b.config.ple_table(layer).unwrap_or(0),
+        table: config.ple_table(layer).unwrap_or(0),
         rows,
         width,
         format,

@@ -199,7 +199,7 @@ impl Builder<'_> {
             self.warnings.push(format!("proposal head: {reason}; a conversion would stop here"));
         }
         // The official head is gathered from the base weights, not from a quantized copy.
-        let Some((source, head)) = self.locate("lm_head.weight", Component::Text, Some("base"), false)? else {
+        let Some((source, head)) = self.sources.locate("lm_head.weight", Component::Text, Some("base"), false)? else {
             return Ok(());
         };
         let weight = WeightRef { source, name: head.name().to_owned() };

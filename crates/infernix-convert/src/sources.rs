@@ -183,6 +183,25 @@ impl Sources {
         order
     }
 
+    /// The first source that has a weight of this name, in the order of roles.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::resolve`].
+    pub fn locate(
+        &self,
+        name: &str,
+        component: Component,
+        role: Option<&str>,
+        table: bool,
+    ) -> Result<Option<(usize, SourceTensor<'_>)>, ConvertError> {
+        for index in self.order(role, component, table) {
+            if let Some(weight) = self.checkpoint(index).resolve(name)? {
+                return Ok(Some((index, weight)));
+            }
+        }
+        Ok(None)
+    }
+
     /// The weight again, for reading.
     ///
     /// # Errors

@@ -6,18 +6,18 @@ use std::path::{Path, PathBuf};
 use infernix_artifact::Interrupt;
 use infernix_convert::{ConvertError, ConvertOptions, Outcome, Plan, Recipe, RunOptions, Silent, convert, plan};
 
-pub fn demo() -> PathBuf {
+pub(crate) fn demo() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/flash-demo-nvfp4")
 }
 
 /// Shared test material beside the repository, if it is there.
-pub fn shared() -> Option<PathBuf> {
+pub(crate) fn shared() -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared");
     path.join("models").is_dir().then_some(path)
 }
 
 /// A checkpoint of the shared material; says so and gives `None` where it is absent.
-pub fn fixture(name: &str) -> Option<PathBuf> {
+pub(crate) fn fixture(name: &str) -> Option<PathBuf> {
     let path = shared().map(|s| s.join("models").join(name)).filter(|p| p.is_dir());
     if path.is_none() {
         eprintln!("skipped: shared/models/{name} is not here");
@@ -25,24 +25,24 @@ pub fn fixture(name: &str) -> Option<PathBuf> {
     path
 }
 
-pub fn run() -> RunOptions {
+pub(crate) fn run() -> RunOptions {
     RunOptions { interrupt: Interrupt::default(), faults: None, durable: false }
 }
 
-pub fn options(checkpoint: &Path, recipe: &str, out: &Path) -> ConvertOptions {
+pub(crate) fn options(checkpoint: &Path, recipe: &str, out: &Path) -> ConvertOptions {
     let mut o = ConvertOptions::new(checkpoint, Recipe::load(recipe).unwrap(), out);
     o.threads = 2;
     o
 }
 
-pub fn converted(o: &ConvertOptions) -> Result<(Plan, Outcome), ConvertError> {
+pub(crate) fn converted(o: &ConvertOptions) -> Result<(Plan, Outcome), ConvertError> {
     let plan = plan(o)?;
     let outcome = convert(&plan, &Silent, &run())?;
     Ok((plan, outcome))
 }
 
 /// A copy of a checkpoint folder that a test may damage.
-pub fn copy(from: &Path, to: &Path) {
+pub(crate) fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
