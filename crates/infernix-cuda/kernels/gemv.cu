@@ -1,0 +1,191 @@
+// Decode linear: y[c][n] = sum_k W[n][k] x[c][k] for 1-64 columns, the same bits for a column at every width.
+//
+// 16 consumer warps and one producer warp a CTA. The CTA walks over tiles of 16 rows; a ring of stages holds
+// `steps_per_chunk` steps of 16 rows, each row one bulk copy. Warp w takes the steps j with j % 16 == w of every
+// tile in rising order; 16 partial sums are added in warp order. That order depends on K and the format alone: not
+// on columns, chunking, ring depth or grid.
+#include "gemv_core.cuh"
+
+#define CONSUMERS 512
+
+#define GEMV_PARAMS                                                                                                    \
+  const u8 *__restrict__ codes, const u8 *__restrict__ high, const u8 *__restrict__ scales,                            \
+      const u16 *__restrict__ row_scale, float tscale, const bf16 *__restrict__ x, void *__restrict__ y, int N, int K, \
+      int kx, int cols, int x_pitch, int y_pitch, int code_pitch, int high_pitch, int scale_pitch, int stages,         \
+      int chunk_steps, int pitch, int side_slots, int x_smem, int mode
+#define GEMV_ARGS                                                                                                      \
+  codes, high, scales, row_scale, tscale, x, y, N, K, kx, cols, x_pitch, y_pitch, code_pitch, high_pitch, scale_pitch, \
+      stages, chunk_steps, pitch, side_slots, x_smem, mode
+
+template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
+  using T = Fmt<F>;
+  extern __shared__ __align__(128) u8 smem[];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
+  const int nsteps = K / T::STEP;
+  const int chunks = (nsteps + chunk_steps - 1) / chunk_steps;
+  const int tiles = (N + 15) >> 4;
+  const int my_tiles = tiles > (int)blockIdx.x ? (tiles - 1 - (int)blockIdx.x) / (int)gridDim.x + 1 : 0;
+  const int jobs = my_tiles * chunks;
+  constexpr int RT = NT > 2 ? 2 : NT;              // n-tiles reduced at a time
+  constexpr int RED = RT * 8 * 20;                 // floats of one warp's partial tile (column stride 20)
+
+  const int stage_bytes = 16 * pitch;
+  const int side_bytes = ((16 * scale_pitch + 127) & ~127) + ((16 * high_pitch + 127) & ~127);
+  const u32 s_bar = smem_u32(smem);                // full[stages], empty[stages]
+  const u32 s_red = s_bar + 256;
+  const u32 s_side = s_red + 2 * 16 * RED * 4;
+  const u32 s_stage = s_side + side_slots * side_bytes;
+  const u32 s_x = s_stage + stages * stage_bytes;
+  const int xp = ((K * 2 + 127) & ~127) + T::X_PAD;  // bytes
+  float* red = (float*)(smem + 256);
+
+  if (tid == 0) {
+    for (int i = 0; i < stages; i++) mbar_init(s_bar + 8 * i, 1), mbar_init(s_bar + 8 * (stages + i), 16);
+    mbar_fence_init();
+  }
+  __syncthreads();
+  pdl_launch();
+
+  if (warp == 16) {
+    // Producer. Weights do not depend on earlier kernels: the ring fills before the wait.
+    const int slot_mod = side_slots > 0 ? side_slots : 1;
+    for (int j = 0; j < jobs; j++) {
+      const int slot = j % stages;
+      if (j >= stages) mbar_wait(s_bar + 8 * (stages + slot), ((j / stages) - 1) & 1);
+      const int ti = j / chunks, c = j - ti * chunks;
+      const int tile = blockIdx.x + ti * gridDim.x;
+      const int rows = min(16, N - tile * 16);
+      const int st0 = c * chunk_steps, st = min(chunk_steps, nsteps - st0);
+      const u32 bytes = st * T::STEP_BYTES;
+      const bool side = c == 0 && side_slots > 0;
+      const u32 full = s_bar + 8 * slot;
+      __syncwarp();
+      if (lane == 0) mbar_expect(full, rows * bytes + (side ? 16 * (scale_pitch + high_pitch) : 0));
+      __syncwarp();
+      if (lane < rows)
+        bulk_load(s_stage + slot * stage_bytes + lane * pitch, codes + (size_t)(tile * 16 + lane) * code_pitch + (size_t)st0 * T::STEP_BYTES, bytes, full);
+      if (side && lane == 0) {
+        const u32 dst = s_side + (ti % slot_mod) * side_bytes;
+        if (scale_pitch) bulk_load(dst, scales + (size_t)tile * 16 * scale_pitch, 16 * scale_pitch, full);
+        if (high_pitch) bulk_load(dst + ((16 * scale_pitch + 127) & ~127), high + (size_t)tile * 16 * high_pitch, 16 * high_pitch, full);
+      }
+    }
+    pdl_wait();
+    return;
+  }
+
+  pdl_wait();
+  if (x_smem) {
+    const int per = K >> 3;
+    for (int i = tid; i < cols * per; i += CONSUMERS) {
+      const int c = i / per, k = (i - c * per) * 8;
+      cp_async16z(s_x + c * xp + k * 2, x + (size_t)c * x_pitch + (k < kx ? k : 0), k < kx ? 16 : 0);
+    }
+    cp_commit();
+    cp_wait<0>();
+    bar_named(1, CONSUMERS);
+  }
+
+  for (int ti = 0, j = 0; ti < my_tiles; ti++) {
+    const int tile = blockIdx.x + ti * gridDim.x;
+    const u32 side = s_side + (ti % max(side_slots, 1)) * side_bytes;
+    const u32 hside = side + ((16 * scale_pitch + 127) & ~127);
+    float acc[NT][4];
+#pragma unroll
+    for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
+    for (int c = 0; c < chunks; c++, j++) {
+      const int slot = j % stages;
+      mbar_wait(s_bar + 8 * slot, (j / stages) & 1);
+      const u32 row0 = s_stage + slot * stage_bytes + g * pitch + q * T::LANE_BYTES;
+      const u32 row1 = row0 + 8 * pitch;
+      const int st0 = c * chunk_steps, st = min(chunk_steps, nsteps - st0);
+#pragma unroll(NT == 8 ? 1 : 2)
+      for (int i = warp; i < st; i += 16) {
+        const int s = st0 + i;
+        Raw<F> r0, r1;
+        if (T::LANE_BYTES == 16) {
+          uint4 v = lds128(row0 + i * T::STEP_BYTES), w = lds128(row1 + i * T::STEP_BYTES);
+          r0.w[0] = v.x, r0.w[1] = v.y, r0.w[T::LANE_BYTES / 4 - 2] = v.z, r0.w[T::LANE_BYTES / 4 - 1] = v.w;
+          r1.w[0] = w.x, r1.w[1] = w.y, r1.w[T::LANE_BYTES / 4 - 2] = w.z, r1.w[T::LANE_BYTES / 4 - 1] = w.w;
+        } else {
+          uint2 v = lds64(row0 + i * T::STEP_BYTES), w = lds64(row1 + i * T::STEP_BYTES);
+          r0.w[0] = v.x, r0.w[1] = v.y;
+          r1.w[0] = w.x, r1.w[1] = w.y;
+        }
+        float s0 = 1.0f, s1 = 1.0f;
+        if (T::GROUP) {
+          s0 = h2f(lds16(side + g * scale_pitch + 2 * s));
+          s1 = h2f(lds16(side + (g + 8) * scale_pitch + 2 * s));
+        }
+        if (F == F_NVFP4) {
+          r0.extra = lds8(side + g * scale_pitch + 4 * s + q);
+          r1.extra = lds8(side + (g + 8) * scale_pitch + 4 * s + q);
+        }
+        if (F == F_Q5) {
+          r0.extra = lds16(hside + g * high_pitch + 8 * s + 2 * q);
+          r1.extra = lds16(hside + (g + 8) * high_pitch + 8 * s + 2 * q);
+        }
+        if (F == F_Q6) {
+          r0.extra = lds32(hside + g * high_pitch + 16 * s + 4 * q);
+          r1.extra = lds32(hside + (g + 8) * high_pitch + 16 * s + 4 * q);
+        }
+        u32 a[T::MMAS * 2], b[T::MMAS * 2];
+        expand<F>(r0, a);
+        expand<F>(r1, b);
+        const int k = s * T::STEP + q * T::LANE_K;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          const int col = n * 8 + g;
+          u32 xf[T::MMAS * 2];
+#pragma unroll
+          for (int h = 0; h < T::LANE_K / 8; h++) {
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (col < cols) {
+              if (x_smem) v = lds128(s_x + col * xp + (k + 8 * h) * 2);
+              else if (k + 8 * h < kx) v = __ldg((const uint4*)(x + (size_t)col * x_pitch + k + 8 * h));
+            }
+            order_x<F>(v, xf + 4 * h);
+          }
+          step_mma<F>(acc[n], a, b, xf, s0, s1);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) mbar_arrive(s_bar + 8 * (stages + slot));
+    }
+    // 16 partial tiles, added in warp order. Two buffers: one barrier a reduction.
+#pragma unroll
+    for (int n0 = 0; n0 < NT; n0 += RT) {
+      const int parity = (ti * (NT / RT) + n0 / RT) & 1;
+      float* mine = red + (parity * 16 + warp) * RED;
+#pragma unroll
+      for (int n = 0; n < RT; n++) {
+        float* p = mine + (n * 8 + 2 * q) * 20 + g;
+        p[0] = acc[n0 + n][0], p[20] = acc[n0 + n][1], p[8] = acc[n0 + n][2], p[28] = acc[n0 + n][3];
+      }
+      bar_named(1, CONSUMERS);
+      if (tid < RT * 128) {
+        const int col = tid >> 4, r = tid & 15, row = tile * 16 + r, oc = n0 * 8 + col;
+        if (oc < cols && row < N) {
+          const float* p = red + parity * 16 * RED + col * 20 + r;
+          float v = p[0];
+#pragma unroll
+          for (int w = 1; w < 16; w++) v += p[w * RED];
+          v = finish(F == F_NVFP4 ? v * 256.0f : v, row_scale, row, tscale, mode & 2);
+          if (mode & 1) ((float*)y)[(size_t)oc * y_pitch + row] = v;
+          else ((u16*)y)[(size_t)oc * y_pitch + row] = f2bf(v);
+        }
+      }
+    }
+  }
+}
+
+#define ENTRY(NAME, F, NT) \
+  extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_n##NT(GEMV_PARAMS) { gemv_body<F, NT>(GEMV_ARGS); }
+#define ENTRIES(NAME, F) ENTRY(NAME, F, 1) ENTRY(NAME, F, 2) ENTRY(NAME, F, 4) ENTRY(NAME, F, 8)
+ENTRIES(gemv_bf16, F_BF16)
+ENTRIES(gemv_q8, F_Q8)
+ENTRIES(gemv_q4, F_Q4)
+ENTRIES(gemv_q5, F_Q5)
+ENTRIES(gemv_q6, F_Q6)
+ENTRIES(gemv_nvfp4, F_NVFP4)
+ENTRIES(gemv_fp8, F_FP8)

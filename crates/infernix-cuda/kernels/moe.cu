@@ -1,0 +1,94 @@
+// Router: exact top-k on FP32 logits (lower id on equality), softmax over the selected, and the job list of the experts.
+#include "common.cuh"
+
+DEV u32 order_bits(float f) {
+  u32 b = __float_as_uint(f);
+  return b & 0x80000000u ? ~b : b | 0x80000000u;  // monotone; -0 < +0 is harmless: logits of -0 tie with nothing else exactly
+}
+
+// One warp a row. logits [rows][pitch], E <= 1024, top <= 32. ids and weights [rows][top], rank order.
+extern "C" __global__ void __launch_bounds__(128) router_topk(const float* __restrict__ logits, int E, int pitch, int rows, int top,
+                                                              int* __restrict__ ids, float* __restrict__ weights) {
+  pdl_launch();
+  pdl_wait();
+  const int row = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (row >= rows) return;
+  u32 v[32];
+#pragma unroll
+  for (int i = 0; i < 32; i++) {
+    const int e = i * 32 + lane;
+    // Adding zero makes -0 into +0, so that the two are equal as the comparison of floats says.
+    v[i] = e < E ? order_bits(logits[(size_t)row * pitch + e] + 0.0f) : 0;
+  }
+  u32 taken = 0;
+  float best = 0, mine = 0, sum = 0;
+  int my_id = 0;
+  for (int r = 0; r < top; r++) {
+    u32 m = 0;
+    int mi = 0;
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+      if (!((taken >> i) & 1) && v[i] > m) m = v[i], mi = i;
+    const u32 top_v = __reduce_max_sync(~0u, m);
+    const u32 id = m == top_v ? (u32)(mi * 32 + lane) : 0xffffffffu;
+    const u32 win = __reduce_min_sync(~0u, id);
+    if (win == id && m == top_v) taken |= 1u << mi;
+    const u32 b = top_v & 0x80000000u ? top_v & 0x7fffffffu : ~top_v;
+    const float l = __uint_as_float(b);
+    if (r == 0) best = l;
+    const float e = expf(l - best);
+    sum += e;
+    if (lane == r) mine = e, my_id = (int)win;
+  }
+  if (lane < top) ids[row * top + lane] = my_id, weights[row * top + lane] = mine / sum;
+}
+
+// Groups the picks of all rows by expert. One block. A job is one expert with at most `width` picks; jobs ascend by
+// expert, picks of a job by (row, rank). Pick p = row * top + rank.
+//   jobs [n][4]: expert, first entry of `list`, picks, 0;  count[0] = jobs, count[1] = picks
+extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* __restrict__ ids, int picks, int E, int width, int* __restrict__ jobs,
+                                                                 int* __restrict__ list, int* __restrict__ count) {
+  __shared__ int n[1024], base[1024], warp_a[32], warp_b[32];
+  pdl_launch();
+  pdl_wait();
+  const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+  n[t] = 0;
+  __syncthreads();
+  for (int p = t; p < picks; p += 1024) atomicAdd(&n[ids[p]], 1);
+  __syncthreads();
+  const int c = n[t], j = (c + width - 1) / width;
+  int a = c, b = j;
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const int x = __shfl_up_sync(~0u, a, o), y = __shfl_up_sync(~0u, b, o);
+    if (lane >= o) a += x, b += y;
+  }
+  if (lane == 31) warp_a[warp] = a, warp_b[warp] = b;
+  __syncthreads();
+  if (warp == 0) {
+    int x = warp_a[lane], y = warp_b[lane];
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const int p = __shfl_up_sync(~0u, x, o), q = __shfl_up_sync(~0u, y, o);
+      if (lane >= o) x += p, y += q;
+    }
+    warp_a[lane] = x, warp_b[lane] = y;
+  }
+  __syncthreads();
+  a += warp ? warp_a[warp - 1] : 0, b += warp ? warp_b[warp - 1] : 0;
+  base[t] = a - c;
+  if (t == 1023) count[0] = b, count[1] = a;
+  for (int k = 0; k < j; k++) {
+    int* d = jobs + (size_t)(b - j + k) * 4;
+    d[0] = t, d[1] = a - c + k * width, d[2] = min(width, c - k * width), d[3] = 0;
+  }
+  __syncthreads();
+  // Stable: the place of a pick is the number of earlier picks of its expert.
+  for (int p = t; p < picks; p += 1024) {
+    const int e = ids[p];
+    int before = 0;
+    if (n[e] > 1)
+      for (int q = 0; q < p; q++) before += ids[q] == e;
+    list[base[e] + before] = p;
+  }
+}

@@ -1,0 +1,150 @@
+//! Paged attention for decode and verify calls.
+
+use crate::driver::{Args, Device, Kernel, Stream};
+use crate::error::{CudaError, Result};
+use std::sync::Arc;
+
+/// Where keys and values are: pages of `1 << page_log` tokens; strides in elements.
+#[derive(Clone, Copy, Debug)]
+pub struct Paging {
+    /// Key pages, BF16.
+    pub keys: u64,
+    /// Value pages, BF16.
+    pub values: u64,
+    /// I32 `[lanes][table_pitch]`: page of each run of tokens.
+    pub tables: u64,
+    /// Entries between lanes.
+    pub table_pitch: usize,
+    /// log2 of tokens a page.
+    pub page_log: usize,
+    /// Elements between pages.
+    pub page_stride: usize,
+    /// Elements between tokens of a page.
+    pub token_stride: usize,
+    /// Elements between kv heads.
+    pub head_stride: usize,
+}
+
+/// Selected blocks of each row; a row with count -1 is dense.
+#[derive(Clone, Copy, Debug)]
+pub struct Selection {
+    /// I32 `[rows][pitch]` block ids.
+    pub blocks: u64,
+    /// I32 `[rows]`.
+    pub counts: u64,
+    /// Entries between rows.
+    pub pitch: usize,
+    /// Tokens a block.
+    pub ratio: usize,
+}
+
+/// Queries: head h of row r at `ptr + 2 (r * pitch + h * head)`; row r sees positions 0..=pos[r] of its lane.
+#[derive(Clone, Copy, Debug)]
+pub struct Queries {
+    /// BF16.
+    pub ptr: u64,
+    /// Elements between rows.
+    pub pitch: usize,
+    /// Elements between heads.
+    pub head: usize,
+    /// I32 `[rows]`.
+    pub lane: u64,
+    /// I32 `[rows]`.
+    pub pos: u64,
+    /// Rows.
+    pub rows: usize,
+    /// No row has more keys.
+    pub max_len: usize,
+}
+
+/// Attention of `heads` query heads over `kv_heads` of width `d` (128 or 256).
+pub struct Attention {
+    decode: Kernel,
+    merge: Kernel,
+    append: Kernel,
+    heads: usize,
+    kv_heads: usize,
+    d: usize,
+}
+
+/// Keys a split takes for a row of `len` keys; mirrors the kernel.
+pub fn split_len(len: usize) -> usize {
+    if len <= 16384 { 128 } else { 512 }
+}
+
+impl Attention {
+    /// At most 16 query heads share a kv head.
+    pub fn new(dev: &Arc<Device>, heads: usize, kv_heads: usize, d: usize) -> Result<Self> {
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) || heads / kv_heads > 16 || !matches!(d, 128 | 256) {
+            return Err(CudaError::Shape { kernel: "attention", what: format!("{heads} heads over {kv_heads} of {d}") });
+        }
+        let shared = 2 * 32 * (2 * d + 64) + 2 * 32 * (2 * d + 16) + 2 * 16 * 80 + 256;
+        Ok(Attention {
+            decode: dev.kernel(&format!("attn_decode_{d}"), shared)?,
+            merge: dev.kernel("attn_merge", 0)?,
+            append: dev.kernel("kv_append", 0)?,
+            heads,
+            kv_heads,
+            d,
+        })
+    }
+
+    /// Splits needed for rows of at most `len` keys.
+    pub fn splits(&self, len: usize) -> usize {
+        // 16384 keys in splits of 128 need as many as 65536 in splits of 512.
+        len.min(16384).div_ceil(128).max(len.div_ceil(split_len(len)))
+    }
+
+    /// Bytes of scratch for `rows` rows of at most `len` keys.
+    pub fn scratch(&self, rows: usize, len: usize) -> usize {
+        rows * self.kv_heads * self.splits(len) * 16 * (self.d + 2) * 4
+    }
+
+    /// `out` BF16 `[rows][out_pitch]`, multiplied by sigma(gate) where `gate = (address, pitch, head stride)` is given.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one attention")]
+    pub fn launch(
+        &self,
+        s: &Stream,
+        q: &Queries,
+        p: &Paging,
+        sel: Option<&Selection>,
+        scratch: u64,
+        gate: Option<(u64, usize, usize)>,
+        out: u64,
+        out_pitch: usize,
+        pdl: bool,
+    ) -> Result<()> {
+        let splits = self.splits(q.max_len);
+        let group = self.heads / self.kv_heads;
+        let ml = scratch + (q.rows * self.kv_heads * splits * 16 * self.d * 4) as u64;
+        let scale = std::f64::consts::LOG2_E / (self.d as f64).sqrt();
+        let (sb, sc, sp, ratio) = sel.map_or((0, 0, 0, 1), |s| (s.blocks, s.counts, s.pitch, s.ratio));
+        let args = Args::new()
+            .ptr(q.ptr)
+            .ptr(p.keys)
+            .ptr(p.values)
+            .ptr(p.tables)
+            .ptr(q.lane)
+            .ptr(q.pos)
+            .ptr(sb)
+            .ptr(sc)
+            .ptr(scratch)
+            .ptr(ml)
+            .ints(&[group, q.pitch, q.head, p.table_pitch, p.page_log, p.page_stride, p.token_stride, p.head_stride])
+            .ints(&[sp, ratio, splits])
+            .f32(scale as f32);
+        s.launch(&self.decode, [splits as u32, self.kv_heads as u32, q.rows as u32], 128, pdl, &args)?;
+        let (g, gp, gh) = gate.unwrap_or((0, 0, 0));
+        let args = Args::new().ptr(scratch).ptr(ml).ptr(q.pos).ptr(sc).ptr(g).ptr(out);
+        let args = args.ints(&[group, self.kv_heads, ratio, splits, out_pitch, gp, gh]);
+        s.launch(&self.merge, [self.heads as u32, q.rows as u32, 1], self.d as u32, true, &args)
+    }
+
+    /// Writes keys and values `[rows][kv_heads * d]` of the rows into their pages.
+    #[expect(clippy::too_many_arguments, reason = "two matrices and their pages")]
+    pub fn append(&self, s: &Stream, k: u64, k_pitch: usize, v: u64, v_pitch: usize, p: &Paging, lane: u64, pos: u64, rows: usize, pdl: bool) -> Result<()> {
+        let args = Args::new().ptr(k).ptr(v).ptr(p.keys).ptr(p.values).ptr(p.tables).ptr(lane).ptr(pos);
+        let args = args.ints(&[k_pitch, v_pitch, p.table_pitch, p.page_log, p.page_stride, p.token_stride, p.head_stride]);
+        s.launch(&self.append, [self.kv_heads as u32, rows as u32, 1], (self.d / 8) as u32, pdl, &args)
+    }
+}

@@ -1,0 +1,14 @@
+//! Launch wrappers: one type or function a kernel, with shapes in its documentation.
+//!
+//! Addresses are device addresses of buffers the caller keeps alive until the stream has run the launch; pitches are
+//! in elements unless said otherwise. `pdl` marks a launch whose predecessor in the stream is a kernel of this crate.
+
+pub mod attention;
+pub mod experts;
+pub mod gdn;
+pub mod hyper;
+pub mod linear;
+pub mod rows;
+
+pub use attention::{Paging, Selection};
+pub use linear::{Linear, WeightFormat};

@@ -1,0 +1,158 @@
+//! Random matrices in every stored format, with their exact values.
+
+use super::num::{Rng, bf16, e2m1, e4m3, f16, f32_to_bf16};
+use crate::driver::Device;
+use crate::error::Result;
+use crate::kernels::linear::{Linear, WeightFormat};
+use std::sync::Arc;
+
+/// Words of a matrix `[n, k]`, rows padded to `k_pad` with zero codes.
+#[derive(Clone, Debug)]
+pub struct Words {
+    format: WeightFormat,
+    n: usize,
+    k: usize,
+    k_pad: usize,
+    codes: Vec<u8>,
+    high: Vec<u8>,
+    scales: Vec<u8>,
+    row_scale: Vec<u16>,
+    tensor_scale: f32,
+    divide: bool,
+}
+
+impl Words {
+    /// Codes over their whole legal range, scales spread over some octaves, row norms near one. `k_align` is the padding
+    /// of the stored rows (at least the kernel's step).
+    pub fn random(rng: &mut Rng, format: WeightFormat, n: usize, k: usize, k_align: usize) -> Self {
+        let k_pad = k.div_ceil(k_align.max(format.step())) * k_align.max(format.step());
+        let (cb, hb, sb) = format.row_bytes(k_pad);
+        let norm = 1.0 / (k as f64).sqrt();
+        let mut w = Words {
+            format, n, k, k_pad,
+            codes: vec![], high: vec![], scales: vec![], row_scale: vec![],
+            tensor_scale: 1.0,
+            divide: false,
+        };
+        let group = |rng: &mut Rng, code_rms: f64| -> u16 {
+            // FP16 scale of about norm / code_rms, within a factor of two.
+            let v = norm / code_rms * (0.5 + rng.unit() * 1.5);
+            let mut best = ((v.log2().floor() + 15.0).max(0.0) as u16) << 10 | (rng.next_u64() as u16 & 1023);
+            if rng.below(64) == 0 {
+                best = rng.next_u64() as u16 & 0x3FF; // subnormal scales are legal
+            }
+            best
+        };
+        match format {
+            WeightFormat::Bf16 => {
+                for _ in 0..n {
+                    for i in 0..k_pad {
+                        let v = if i < k { f32_to_bf16((rng.normal() * norm) as f32) } else { 0 };
+                        w.codes.extend(v.to_le_bytes());
+                    }
+                }
+            }
+            WeightFormat::Q8G32 => {
+                w.codes = rng.bytes(n * cb);
+                w.codes.iter_mut().for_each(|c| *c = if *c == 0x80 { 0x7F } else { *c });
+                w.scales = (0..n * sb / 2).flat_map(|_| group(rng, 73.0).to_le_bytes()).collect();
+            }
+            WeightFormat::Q4G64 | WeightFormat::Q5G64 | WeightFormat::Q6G64 => {
+                let rms = match format {
+                    WeightFormat::Q4G64 => 4.6,
+                    WeightFormat::Q5G64 => 9.2,
+                    _ => 18.5,
+                };
+                w.codes = rng.bytes(n * cb);
+                w.high = rng.bytes(n * hb);
+                w.scales = (0..n * sb / 2).flat_map(|_| group(rng, rms).to_le_bytes()).collect();
+            }
+            WeightFormat::Nvfp4 => {
+                w.codes = rng.bytes(n * cb);
+                w.scales = rng.bytes(n * sb);
+                w.scales.iter_mut().for_each(|s| *s = if *s & 15 == 0 { *s & 0x7F } else { 0x30 + (*s & 0x1F) }.min(0x7E));
+                w.tensor_scale = (norm / 12.0) as f32;
+                if rng.below(2) == 0 {
+                    w.tensor_scale = 1.0 / w.tensor_scale;
+                    w.divide = true;
+                }
+            }
+            WeightFormat::Fp8Row => {
+                w.codes = rng.bytes(n * cb);
+                w.codes.iter_mut().for_each(|c| *c = if *c & 0x7F == 0x7F { 0x7E } else { *c });
+                w.row_scale = (0..n).map(|_| f32_to_bf16((norm / 110.0 * (0.5 + rng.unit())) as f32)).collect();
+            }
+        }
+        // Zero codes beyond k.
+        for r in 0..n {
+            for i in k..k_pad {
+                match format {
+                    WeightFormat::Bf16 => {}
+                    WeightFormat::Q8G32 | WeightFormat::Fp8Row => w.codes[r * cb + i] = 0,
+                    _ => {
+                        w.codes[r * cb + i / 2] &= if i % 2 == 0 { 0xF0 } else { 0x0F };
+                        if format == WeightFormat::Q5G64 {
+                            w.high[r * hb + i / 8] &= !(1 << (i % 8));
+                        } else if format == WeightFormat::Q6G64 {
+                            w.high[r * hb + i / 4] &= !(3 << (i % 4 * 2));
+                        }
+                    }
+                }
+            }
+        }
+        w
+    }
+
+    /// Exact values of row `r`, `k_pad` of them (a division by a divisor is rounded to f64).
+    pub fn row(&self, r: usize) -> Vec<f64> {
+        let (cb, hb, sb) = self.format.row_bytes(self.k_pad);
+        let codes = &self.codes[r * cb..(r + 1) * cb];
+        let high = &self.high[r * hb..(r + 1) * hb];
+        let scales = &self.scales[r * sb..(r + 1) * sb];
+        let scale16 = |g: usize| f64::from(f16(u16::from_le_bytes([scales[2 * g], scales[2 * g + 1]])));
+        let nibble = |i: usize| codes[i / 2] >> (i % 2 * 4) & 15;
+        let t = f64::from(self.tensor_scale);
+        (0..self.k_pad)
+            .map(|i| match self.format {
+                WeightFormat::Bf16 => f64::from(bf16(u16::from_le_bytes([codes[2 * i], codes[2 * i + 1]]))),
+                WeightFormat::Q8G32 => f64::from(codes[i] as i8) * scale16(i / 32),
+                WeightFormat::Q4G64 => f64::from((nibble(i) << 4) as i8 >> 4) * scale16(i / 64),
+                WeightFormat::Q5G64 => {
+                    let v = nibble(i) | (high[i / 8] >> (i % 8) & 1) << 4;
+                    f64::from((v << 3) as i8 >> 3) * scale16(i / 64)
+                }
+                WeightFormat::Q6G64 => {
+                    let v = nibble(i) | (high[i / 4] >> (i % 4 * 2) & 3) << 4;
+                    f64::from((v << 2) as i8 >> 2) * scale16(i / 64)
+                }
+                WeightFormat::Nvfp4 => {
+                    let v = f64::from(e2m1(nibble(i))) * f64::from(e4m3(scales[i / 16]));
+                    if self.divide { v / t } else { v * t }
+                }
+                WeightFormat::Fp8Row => f64::from(e4m3(codes[i])) * f64::from(bf16(self.row_scale[r])),
+            })
+            .collect()
+    }
+
+    /// Copies the planes to the device.
+    pub fn upload(&self, dev: &Arc<Device>) -> Result<Linear> {
+        let opt = |v: &[u8]| if v.is_empty() { Ok(None) } else { dev.upload(v).map(Some) };
+        Ok(Linear {
+            format: self.format,
+            n: self.n,
+            k: self.k,
+            k_pad: self.k_pad,
+            codes: dev.upload(&self.codes)?,
+            high: opt(&self.high)?,
+            scales: opt(&self.scales)?,
+            row_scale: if self.row_scale.is_empty() { None } else { Some(dev.upload(&self.row_scale)?) },
+            tensor_scale: self.tensor_scale,
+            divide: self.divide,
+        })
+    }
+
+    /// `k_pad`.
+    pub fn k_pad(&self) -> usize {
+        self.k_pad
+    }
+}
