@@ -11,6 +11,7 @@ mod attention;
 mod cells;
 mod delta;
 mod elementwise;
+mod experts;
 pub mod isa;
 pub mod linear;
 pub mod num;

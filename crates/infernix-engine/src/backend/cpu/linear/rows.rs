@@ -327,3 +327,40 @@ impl<'a> Rows<'a> {
         }
     }
 }
+
+impl Rows<'_> {
+    /// Values that share a scale along K, if any do.
+    pub(crate) fn group(&self) -> Option<usize> {
+        use Kind::*;
+        match self.kind {
+            Bf16 | F32 | F16 | Fp8Row | Fp8Tensor => None,
+            Q4 | Q5 | Q6 => Some(64),
+            Q8 | Mxfp8 => Some(32),
+            Fp8Block => Some(128),
+            _ => Some(16),
+        }
+    }
+
+    /// A row's exact codes in natural order, and the scale of each group of `group` values (1 where there is none).
+    pub(crate) fn natural(&self, row: usize, values: &mut [f32], group: usize, scales: &mut [f32]) {
+        if matches!(self.kind, Kind::F32 | Kind::F16) {
+            values.iter_mut().enumerate().for_each(|(i, v)| *v = self.wide(row, i));
+            scales.fill(1.0);
+            return;
+        }
+        let mut codes = [0u16; BLOCK];
+        for (b, out) in values.chunks_mut(BLOCK).enumerate() {
+            self.block_codes(row, b, &mut codes);
+            for (i, o) in out.iter_mut().enumerate() {
+                let at = if self.kind.even_odd() { i % 2 * 32 + i / 2 } else { i };
+                *o = f32_of(codes[at]);
+            }
+        }
+        for (g, s) in scales.iter_mut().enumerate() {
+            let first = g * group;
+            let halves = self.block_scales(row, first / BLOCK);
+            let within = first % BLOCK;
+            *s = if self.kind.is_nvfp4() { halves[0][within / 4] } else { halves[within / 32][0] };
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! Routed experts.
+
+pub(crate) mod a4;
+pub(crate) mod chain;
+
+/// Bytes of 16 rows x 16 columns in `nvfp4_expert_rg16_v1`: four quads of 32 code bytes, then 16 scales.
+pub(crate) const UNIT: usize = 144;
