@@ -20,6 +20,7 @@ mod plan;
 mod progress;
 pub mod proposal;
 mod recipe;
+mod repair;
 mod report;
 mod resources;
 mod sources;
@@ -35,6 +36,7 @@ pub use plan::{ClassSummary, ConvertOptions, Ignored, NgramTarget, Plan, PlanFil
 pub use progress::{Progress, Silent};
 pub use proposal::{ProposalOptions, Ranking, Vocabulary};
 pub use recipe::{Activation, ExpertActivation, Method, ROLES, Recipe, Rule, SourceRole, Target};
+pub use repair::{RepairOptions, RepairReport, repair};
 pub use sources::{SCHEME_NAMES, Source, SourceSpec, Sources, WeightRef, scheme_name, stored_format};
 pub use verify::{
     Mismatch, NgramRows, Requantized, VerifyOptions, VerifyReport, Worst, digest_text, verify,
