@@ -109,6 +109,9 @@ impl RowRounder {
     #[inline]
     pub fn round(&self, element: usize, v: f64, bound: f64, formula: impl FnOnce() -> Dd) -> f32 {
         let noise = self.noise(element);
+        if bound == 0.0 {
+            return grid(v, self.target, noise) as f32;
+        }
         let (a, b) = (grid(v - bound, self.target, noise), grid(v + bound, self.target, noise));
         if a == b {
             return a as f32;

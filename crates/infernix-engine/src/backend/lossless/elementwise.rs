@@ -44,14 +44,15 @@ impl Lossless {
         let d = x.width / spec.groups;
         let one = if spec.zero_centred { 1.0 } else { 0.0 };
         self.map_rows(x.rows, x.width, at, |t, r, out| {
-            for (g, x) in x.row(t).chunks_exact(d).enumerate() {
+            for (g, (x, out)) in x.row(t).chunks_exact(d).zip(out.chunks_exact_mut(d)).enumerate() {
                 let n = inverse_rms::<f64>(x, spec.eps);
                 let exact = OnceCell::new();
-                for (i, v) in x.iter().enumerate() {
+                let w = if w.len() == d { w } else { &w[g * d..(g + 1) * d] };
+                for (i, ((v, weight), o)) in x.iter().zip(w).zip(out).enumerate() {
                     let e = g * d + i;
-                    let (v, weight) = (f64::from(*v), w[e % w.len()]);
+                    let (v, weight) = (f64::from(*v), *weight);
                     let y = v * (one + weight) * n;
-                    out[e] = r.round(e, y, U * y.abs() * (d as f64 + 8.0), || {
+                    *o = r.round(e, y, U * y.abs() * (d as f64 + 8.0), || {
                         let n = *exact.get_or_init(|| inverse_rms::<Dd>(x, spec.eps));
                         Dd::of(v) * (Dd::of(one) + Dd::of(weight)) * n
                     });
@@ -70,19 +71,21 @@ impl Lossless {
         let p = Products::new(&packed, &wide);
         let n = p.n();
         self.map_rows_as(self.target(out), x.rows, groups * n, at, |t, r, out| {
-            for (e, o) in out.iter_mut().enumerate() {
-                let (row, i) = (t * groups + e / n, e % n);
-                let (v, b) = p.get(row, i);
-                *o = r.round(e, v, b, || p.exact(row, i));
+            for (g, out) in out.chunks_exact_mut(n).enumerate() {
+                let row = t * groups + g;
+                for (i, o) in out.iter_mut().enumerate() {
+                    let (v, b) = p.get(row, i);
+                    *o = r.round(g * n + i, v, b, || p.exact(row, i));
+                }
             }
         })
     }
 
     pub(super) fn residual_add(&self, x: &mut Mat, y: &Mat, at: At<'_>) {
         let sum = self.map_rows(x.rows, x.width, at, |t, r, out| {
-            let (x, y) = (x.row(t), y.row(t));
-            for (e, o) in out.iter_mut().enumerate() {
-                let (a, b) = (f64::from(x[e]), f64::from(y[e % y.len()]));
+            let (x, y) = (x.row(t), y.row(t).iter().cycle());
+            for (e, ((o, x), y)) in out.iter_mut().zip(x).zip(y).enumerate() {
+                let (a, b) = (f64::from(*x), f64::from(*y));
                 *o = r.round(e, a + b, U * (a + b).abs(), || Dd::of(a) + Dd::of(b));
             }
         });
@@ -192,11 +195,14 @@ impl Lossless {
     pub(super) fn mixer_inject(&self, r: &mut Mat, y: &Mat, factor: &Mat, at: At<'_>) {
         let h = y.width;
         let sum = self.map_rows(r.rows, r.width, at, |t, round, out| {
-            let (x, y, b) = (r.row(t), y.row(t), factor.row(t));
-            for (e, o) in out.iter_mut().enumerate() {
-                // The product of a BF16 and an FP32 value is exact; of two FP32 values too.
-                let (x, p) = (f64::from(x[e]), f64::from(b[e / h]) * f64::from(y[e % h]));
-                *o = round.round(e, x + p, U * (x + p).abs(), || Dd::of(x) + Dd::of(p));
+            let (x, y) = (r.row(t), y.row(t));
+            for (s, ((b, x), out)) in factor.row(t).iter().zip(x.chunks(h)).zip(out.chunks_mut(h)).enumerate()
+            {
+                for (i, ((o, x), y)) in out.iter_mut().zip(x).zip(y).enumerate() {
+                    // The product of a BF16 and an FP32 value is exact; of two FP32 values too.
+                    let (x, p) = (f64::from(*x), f64::from(*b) * f64::from(*y));
+                    *o = round.round(s * h + i, x + p, U * (x + p).abs(), || Dd::of(x) + Dd::of(p));
+                }
             }
         });
         r.data = sum.data;
