@@ -168,6 +168,9 @@ pub(crate) struct RepairArgs {
     /// Checkpoint it was converted from
     #[arg(long, value_name = "DIR")]
     pub(crate) checkpoint: PathBuf,
+    /// Recipe it was made with, if it is not a built-in one [default: the one the artifact names]
+    #[arg(long, short, value_name = "NAME|FILE")]
+    pub(crate) recipe: Option<String>,
     /// Take a role's tensors from another checkpoint
     #[arg(long = "source", value_name = "ROLE=PATH")]
     pub(crate) sources: Vec<String>,
@@ -184,9 +187,10 @@ pub(crate) struct RepairArgs {
 pub(crate) struct RenameArgs {
     /// Artifact to rename (its first file)
     pub(crate) artifact: PathBuf,
-    /// New name without folder; with --numbered the stem before -00001-of-0000N
-    pub(crate) name: String,
-    /// Use the numbered form NAME-00001-of-0000N.infernix
+    /// New file name of the first file, without folder [default: the present one]
+    #[arg(long, value_name = "NAME.infernix")]
+    pub(crate) to: Option<String>,
+    /// Use the numbered form NAME-00001-of-0000N.infernix; without it NAME.infernix and its parts
     #[arg(long)]
     pub(crate) numbered: bool,
 }

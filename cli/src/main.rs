@@ -8,9 +8,10 @@ mod progress;
 use clap::Parser;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
 
 /// Set by Ctrl-C. Long work checks it between steps and stops in a state that can be resumed.
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static INTERRUPTED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
 /// How a command ended when it did not fail.
 enum Outcome {

@@ -51,9 +51,10 @@ impl Reporter {
         };
         Self { mode }
     }
+}
 
-    /// Begins a phase of `total` bytes.
-    pub(crate) fn begin(&self, phase: &str, total: u64) {
+impl infernix_convert::Progress for Reporter {
+    fn begin(&self, phase: &str, total: u64) {
         match &self.mode {
             Mode::Bar(bar) => {
                 bar.set_message(phase.to_owned());
@@ -70,8 +71,7 @@ impl Reporter {
         }
     }
 
-    /// Counts bytes of the current phase.
-    pub(crate) fn advance(&self, bytes: u64) {
+    fn advance(&self, bytes: u64) {
         match &self.mode {
             Mode::Bar(bar) => bar.inc(bytes),
             Mode::Lines { json, state } => {
@@ -86,8 +86,14 @@ impl Reporter {
         }
     }
 
-    /// Removes the bar.
-    pub(crate) fn finish(&self) {
+    fn note(&self, text: &str) {
+        match &self.mode {
+            Mode::Bar(bar) => bar.suspend(|| crate::output::note(text)),
+            _ => crate::output::note(text),
+        }
+    }
+
+    fn end(&self) {
         if let Mode::Bar(bar) = &self.mode {
             bar.finish_and_clear();
         }

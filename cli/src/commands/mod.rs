@@ -3,11 +3,33 @@
 use crate::Outcome;
 use crate::args::{Cli, Command};
 
+mod convert;
+mod demo;
 mod doctor;
+mod engine;
+mod files;
+mod generate;
+mod inspect;
+mod logits;
+mod model;
+mod recipes;
+mod run;
+mod verify;
 
 pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
+    let progress = cli.progress;
     match cli.command {
+        Command::Convert(args) => convert::run(&args, progress),
+        Command::Verify(args) => verify::run(&args, progress),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Repair(args) => verify::repair(&args, progress),
+        Command::Rename(args) => files::rename(&args),
+        Command::Clean(args) => files::clean(&args),
+        Command::Card(args) => files::write_card(&args),
+        Command::Run(args) => run::run(&args, progress),
+        Command::Logits(args) => logits::run(&args, progress),
+        Command::Demo(args) => demo::run(&args, progress),
         Command::Doctor(args) => doctor::run(&args),
-        _ => anyhow::bail!("not here yet"),
+        Command::Gen(args) => generate::run(&args),
     }
 }

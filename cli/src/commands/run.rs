@@ -1,0 +1,352 @@
+//! `infernix run`: answers a prompt, or holds a conversation on a terminal.
+
+use super::convert::with_version;
+use super::engine::{Task, with_driver};
+use super::model::OpenModel;
+use crate::args::{ProgressMode, RunArgs, SamplingArgs};
+use crate::output::{self, usage};
+use crate::{INTERRUPTED, Outcome};
+use anyhow::{Context as _, bail};
+use infernix_engine::backend::Backend;
+use infernix_engine::driver::{Driver, Sequence, Want};
+use infernix_engine::sample::{Sampler, SamplerOptions};
+use infernix_text::{
+    ChatFormat, ChatOptions, Detokenizer, Event, Message, OutputOptions, OutputParser, ParsedCall, Prompt, Role, Sampling,
+    Start, Tool, ToolSet,
+};
+use serde_json::{Value, json};
+use std::io::{self, IsTerminal as _, Read as _, Write as _};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+/// Tokens per prefill call: large enough for full matrix speed, small enough that Ctrl-C is answered soon.
+const PREFILL_CHUNK: usize = 512;
+
+pub(crate) fn run(args: &RunArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    let open = OpenModel::new(&args.model, progress)?;
+    let format = open.chat_format()?;
+    let limit = context_limit(&open)?;
+    with_driver(&open, limit, RunTask { args, format, limit })
+}
+
+/// Tokens that prompt and answer may have together: the model's own limit.
+fn context_limit(open: &OpenModel) -> anyhow::Result<usize> {
+    let text = open.artifact.directory().components.get("text");
+    let positions = text.and_then(|t| t.config.get("max_position_embeddings")).and_then(Value::as_u64);
+    Ok(positions.context("the artifact states no max_position_embeddings")? as usize)
+}
+
+struct RunTask<'a> {
+    args: &'a RunArgs,
+    format: ChatFormat,
+    limit: usize,
+}
+
+impl Task for RunTask<'_> {
+    fn run<B: Backend>(self, driver: &mut Driver<B>) -> anyhow::Result<Outcome> {
+        let args = self.args;
+        let mut chat = Chat::new(args, &self.format, self.limit)?;
+        let Some(first) = first_turn(args)? else { return chat.talk(driver) };
+        let prompt = match first {
+            Turn::Raw(text) => {
+                let ids = self.format.tokenizer().encode(&text)?;
+                Prompt { text, ids, start: Start::Content, opener: String::new() }
+            }
+            Turn::Messages(messages, tools) => {
+                chat.tools = tools;
+                chat.messages = messages;
+                self.format.prompt(&chat.messages, &chat.tools, &chat.options)?
+            }
+        };
+        let answer = chat.answer(driver, &prompt)?;
+        if args.json.json {
+            output::print_json(&with_version(answer.to_json(&prompt, chat.sampling.seed)))?;
+        }
+        Ok(Outcome::Done)
+    }
+}
+
+enum Turn {
+    Raw(String),
+    Messages(Vec<Message>, Vec<Tool>),
+}
+
+/// What the command line asks, `None` for a conversation on the terminal.
+fn first_turn(args: &RunArgs) -> anyhow::Result<Option<Turn>> {
+    if let Some(path) = &args.messages {
+        let document = super::files::read_json(path)?;
+        let (messages, tools) = match &document {
+            Value::Array(_) => (&document, &Value::Null),
+            Value::Object(o) => (o.get("messages").unwrap_or(&Value::Null), o.get("tools").unwrap_or(&Value::Null)),
+            _ => bail!("{}: expected a list of messages, or an object with `messages`", path.display()),
+        };
+        let parse = |what: &str| format!("{}: {what}", path.display());
+        let messages: Vec<Message> = serde_json::from_value(messages.clone()).with_context(|| parse("messages"))?;
+        let tools: Vec<Tool> = match tools {
+            Value::Null => Vec::new(),
+            list => serde_json::from_value(list.clone()).with_context(|| parse("tools"))?,
+        };
+        return Ok(Some(Turn::Messages(messages, tools)));
+    }
+    let text = match &args.prompt {
+        Some(text) => text.clone(),
+        None if io::stdin().is_terminal() && !args.json.json => return Ok(None),
+        None => {
+            let mut text = String::new();
+            io::stdin().read_to_string(&mut text).context("standard input is not UTF-8 text")?;
+            text
+        }
+    };
+    if args.raw {
+        return Ok(Some(Turn::Raw(text)));
+    }
+    let system = args.system.iter().map(|s| Message::text(Role::System, s));
+    Ok(Some(Turn::Messages(system.chain([Message::text(Role::User, text)]).collect(), Vec::new())))
+}
+
+/// One conversation with its settings.
+struct Chat<'a> {
+    args: &'a RunArgs,
+    format: &'a ChatFormat,
+    limit: usize,
+    options: ChatOptions,
+    sampling: SamplerOptions,
+    stop_ids: Vec<u32>,
+    messages: Vec<Message>,
+    tools: Vec<Tool>,
+}
+
+/// What a turn produced.
+#[derive(Default)]
+struct Answer {
+    ids: Vec<u32>,
+    reasoning: String,
+    content: String,
+    calls: Vec<ParsedCall>,
+    finish: &'static str,
+    prompt_tokens: usize,
+    prefill_seconds: f64,
+    decode_seconds: f64,
+}
+
+impl Answer {
+    fn to_json(&self, prompt: &Prompt, seed: u64) -> Value {
+        let calls = self.calls.iter().map(|c| json!({ "name": c.name, "arguments": c.arguments_json() }));
+        json!({
+            "content": self.content, "reasoning": self.reasoning, "tool_calls": calls.collect::<Value>(),
+            "finish_reason": self.finish, "seed": seed, "prompt_ids": prompt.ids, "ids": self.ids,
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.ids.len(),
+            "prompt_tokens_per_second": self.prompt_tokens as f64 / self.prefill_seconds,
+            "decode_tokens_per_second": self.decode_rate(),
+        })
+    }
+
+    /// The first token comes out of the prompt's own pass and does not count as decoded.
+    fn decode_rate(&self) -> f64 {
+        self.ids.len().saturating_sub(1) as f64 / self.decode_seconds.max(1e-9)
+    }
+}
+
+impl<'a> Chat<'a> {
+    fn new(args: &'a RunArgs, format: &'a ChatFormat, limit: usize) -> anyhow::Result<Self> {
+        let mut options = ChatOptions::default();
+        if args.no_thinking {
+            options.enable_thinking = Some(false);
+        }
+        let defaults = format.defaults().sampling;
+        let sampling = sampler_options(&args.sampling, defaults)?;
+        let messages = args.system.iter().map(|s| Message::text(Role::System, s)).collect();
+        let stop_ids = format.stop_ids();
+        Ok(Self { args, format, limit, options, sampling, stop_ids, messages, tools: Vec::new() })
+    }
+
+    /// Reads turns from the terminal until end of input.
+    fn talk<B: Backend>(&mut self, driver: &mut Driver<B>) -> anyhow::Result<Outcome> {
+        output::note("Type a message; Ctrl-D ends.");
+        loop {
+            let mut err = io::stderr().lock();
+            write!(err, "> ")?;
+            err.flush()?;
+            drop(err);
+            let mut line = String::new();
+            if io::stdin().read_line(&mut line)? == 0 {
+                output::note("");
+                return Ok(Outcome::Done);
+            }
+            if line.trim().is_empty() {
+                continue;
+            }
+            self.messages.push(Message::text(Role::User, line.trim_end_matches('\n')));
+            let prompt = self.format.prompt(&self.messages, &self.tools, &self.options)?;
+            let answer = self.answer(driver, &prompt)?;
+            let mut message = Message::text(Role::Assistant, answer.content);
+            message.reasoning_content = Some(answer.reasoning).filter(|r| !r.is_empty());
+            self.messages.push(message);
+            self.sampling.seed = self.sampling.seed.wrapping_add(1);
+        }
+    }
+
+    /// Runs one prompt and prints the answer as it comes.
+    fn answer<B: Backend>(&self, driver: &mut Driver<B>, prompt: &Prompt) -> anyhow::Result<Answer> {
+        if prompt.ids.is_empty() {
+            return Err(usage("the prompt is empty"));
+        }
+        if prompt.ids.len() >= self.limit {
+            bail!("the prompt has {} tokens, the model's context holds {}", prompt.ids.len(), self.limit);
+        }
+        let mut sequence = driver.open(self.sampling.seed)?;
+        let result = self.generate(driver, &mut sequence, prompt);
+        driver.close(sequence);
+        let answer = result?;
+        if !self.args.json.json {
+            output::print("\n")?;
+            let rate = answer.prompt_tokens as f64 / answer.prefill_seconds;
+            output::note(&output::styled(
+                &format!(
+                    "prompt {} tokens, {rate:.1} tok/s; answer {} tokens, {:.1} tok/s; {}; seed {}",
+                    answer.prompt_tokens,
+                    answer.ids.len(),
+                    answer.decode_rate(),
+                    answer.finish,
+                    self.sampling.seed
+                ),
+                "2",
+            ));
+        }
+        Ok(answer)
+    }
+
+    fn generate<B: Backend>(
+        &self,
+        driver: &mut Driver<B>,
+        sequence: &mut Sequence,
+        prompt: &Prompt,
+    ) -> anyhow::Result<Answer> {
+        let mut answer = Answer { prompt_tokens: prompt.ids.len(), finish: "length", ..Answer::default() };
+        let start = Instant::now();
+        let mut logits = Vec::new();
+        let chunks = prompt.ids.chunks(PREFILL_CHUNK);
+        let last = chunks.len() - 1;
+        for (i, chunk) in chunks.enumerate() {
+            check_interrupt()?;
+            let want = if i == last { Want::Last } else { Want::None };
+            logits = driver.prefill(sequence, chunk, want)?.logits;
+        }
+        let mut logits = logits.pop().context("the model gave no logits")?;
+        answer.prefill_seconds = start.elapsed().as_secs_f64();
+        let tokenizer = self.format.tokenizer();
+        let mut sampler = Sampler::new(self.sampling.clone(), &prompt.ids, tokenizer.addressable() as usize);
+        let mut text = Detokenizer::new(Arc::clone(tokenizer));
+        let mut parser = OutputParser::new(OutputOptions {
+            start: prompt.start,
+            tools: Arc::new(ToolSet::new(&self.tools)),
+            stops: self.args.stop.clone(),
+            ..OutputOptions::default()
+        });
+        let room = self.args.max_tokens.min(self.limit - prompt.ids.len());
+        let start = Instant::now();
+        while answer.ids.len() < room {
+            check_interrupt()?;
+            let position = (prompt.ids.len() + answer.ids.len()) as u64;
+            let id = sampler.sample(&logits, None, position)?.id;
+            if self.stop_ids.contains(&id) {
+                answer.finish = "stop";
+                break;
+            }
+            sampler.accept(id);
+            answer.ids.push(id);
+            if self.args.print_token_ids {
+                output::print(&format!("{id}\n"))?;
+            }
+            self.show(&mut answer, parser.push(&text.push(id)))?;
+            if parser.is_done() {
+                answer.finish = "stop";
+                break;
+            }
+            if answer.ids.len() < room {
+                logits = driver.decode(sequence, id)?;
+            }
+        }
+        answer.decode_seconds = start.elapsed().as_secs_f64();
+        let rest = text.finish();
+        self.show(&mut answer, parser.push(&rest))?;
+        self.show(&mut answer, parser.finish())?;
+        if !answer.calls.is_empty() && answer.finish == "stop" {
+            answer.finish = "tool_calls";
+        }
+        Ok(answer)
+    }
+
+    /// Collects events and prints them: the answer to stdout, reasoning dimmed to stderr.
+    fn show(&self, answer: &mut Answer, events: Vec<Event>) -> anyhow::Result<()> {
+        let quiet = self.args.json.json || self.args.print_token_ids;
+        for event in events {
+            match event {
+                Event::Reasoning(text) => {
+                    if !quiet {
+                        write!(io::stderr().lock(), "{}", output::styled(&text, "2"))?;
+                    }
+                    answer.reasoning.push_str(&text);
+                }
+                Event::Content(text) => {
+                    if !quiet {
+                        if answer.content.is_empty() && !answer.reasoning.is_empty() {
+                            output::note("");
+                        }
+                        output::print(&text)?;
+                    }
+                    answer.content.push_str(&text);
+                }
+                Event::Call(call) => {
+                    if !quiet {
+                        output::print(&format!("\ncalls {}({})", call.name, call.arguments_json()))?;
+                    }
+                    answer.calls.push(call);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_interrupt() -> anyhow::Result<()> {
+    if INTERRUPTED.load(Ordering::Relaxed) {
+        bail!("interrupted");
+    }
+    Ok(())
+}
+
+/// Flags over the model's own defaults; a fresh seed where none is given.
+fn sampler_options(args: &SamplingArgs, defaults: Sampling) -> anyhow::Result<SamplerOptions> {
+    let set = Sampling {
+        temperature: if args.greedy { Some(0.0) } else { args.temperature.map(f64::from) },
+        top_p: args.top_p.map(f64::from),
+        top_k: args.top_k,
+        min_p: args.min_p.map(f64::from),
+        presence_penalty: args.presence_penalty.map(f64::from),
+        frequency_penalty: args.frequency_penalty.map(f64::from),
+        repetition_penalty: args.repetition_penalty.map(f64::from),
+    };
+    let s = set.or(defaults);
+    let within = |name: &str, value: f64, low: f64, high: f64| {
+        if value >= low && value <= high { Ok(value) } else { Err(usage(format!("--{name} must lie in {low}..={high}"))) }
+    };
+    Ok(SamplerOptions {
+        temperature: within("temperature", s.temperature.unwrap_or(1.0), 0.0, 100.0)?,
+        top_k: s.top_k.unwrap_or(0) as usize,
+        top_p: within("top-p", s.top_p.unwrap_or(1.0), 0.0, 1.0)?,
+        min_p: within("min-p", s.min_p.unwrap_or(0.0), 0.0, 1.0)?,
+        presence_penalty: within("presence-penalty", s.presence_penalty.unwrap_or(0.0), -2.0, 2.0)?,
+        frequency_penalty: within("frequency-penalty", s.frequency_penalty.unwrap_or(0.0), -2.0, 2.0)?,
+        repetition_penalty: within("repetition-penalty", s.repetition_penalty.unwrap_or(1.0), 1e-3, 100.0)?,
+        logit_bias: Vec::new(),
+        seed: args.seed.unwrap_or_else(fresh_seed),
+    })
+}
+
+/// A seed nobody chose: time and process, which is enough for variety.
+fn fresh_seed() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
+    (now ^ u64::from(std::process::id()).rotate_left(32)) % 1_000_000_007
+}

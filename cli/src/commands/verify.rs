@@ -1,0 +1,132 @@
+//! `infernix verify` and `infernix repair`.
+
+use super::convert::{interrupt, threads, with_version};
+use crate::Outcome;
+use crate::args::{ProgressMode, RepairArgs, VerifyArgs};
+use crate::output::{self, Table, grouped, usage};
+use crate::progress::Reporter;
+use anyhow::Context as _;
+use infernix_artifact::{Artifact, Interrupt};
+use infernix_convert::{NgramRows, Recipe, RepairOptions, SourceSpec, VerifyOptions, VerifyReport};
+use serde_json::json;
+use std::fmt::Write as _;
+
+/// Re-quantized parameters shown in the table; the JSON document has all.
+const SHOWN: usize = 5;
+
+pub(crate) fn run(args: &VerifyArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    let mut options = VerifyOptions::new(&args.artifact, args.checkpoint.clone());
+    for source in &args.sources {
+        options.sources.push(SourceSpec::parse(source)?);
+    }
+    options.ngram.clone_from(&args.ngram);
+    options.ngram_rows = match args.ngram_rows.as_str() {
+        "all" => NgramRows::All,
+        n => NgramRows::Sample(n.parse().map_err(|_| usage(format!("--ngram-rows takes `all` or a number, not {n:?}")))?),
+    };
+    options.skip_ngram = args.skip_ngram;
+    options.trust_index = args.trust_index;
+    options.threads = threads(args.threads)?;
+    let reporter = Reporter::new(progress);
+    let report = infernix_convert::verify(&options, &reporter, &Interrupt::new(interrupt()))?;
+    for warning in &report.warnings {
+        output::warn(warning);
+    }
+    if args.json.json {
+        let mut value = with_version(report.to_json());
+        value["artifact_id"] = json!(Artifact::open(&args.artifact)?.artifact_id().to_string());
+        output::print_json(&value)?;
+    } else {
+        output::print(&text(&report).context("report")?)?;
+    }
+    Ok(if report.ok { Outcome::Done } else { Outcome::Mismatch })
+}
+
+pub(crate) fn repair(args: &RepairArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    let mut options = RepairOptions {
+        artifact: args.artifact.clone(),
+        sources: vec![SourceSpec::new("base", &args.checkpoint)],
+        recipe: args.recipe.as_deref().map(Recipe::load).transpose()?,
+        ngram: args.ngram.clone(),
+        threads: threads(args.threads)?,
+    };
+    for source in &args.sources {
+        options.sources.push(SourceSpec::parse(source)?);
+    }
+    let report = infernix_convert::repair(&options, &Reporter::new(progress), &Interrupt::new(interrupt()))?;
+    if args.json.json {
+        output::print_json(&with_version(serde_json::to_value(&report)?))?;
+    } else {
+        let mut out = String::new();
+        for object in &report.repaired_objects {
+            writeln!(out, "repaired object {object}")?;
+        }
+        if report.repaired_rows > 0 {
+            writeln!(out, "repaired {} n-gram rows", grouped(report.repaired_rows))?;
+        }
+        if report.repaired_gaps > 0 {
+            writeln!(out, "cleared {} gaps", grouped(report.repaired_gaps))?;
+        }
+        for problem in &report.problems {
+            writeln!(out, "not repaired: {problem}")?;
+        }
+        out.push_str(if report.ok { "everything is as its digests say\n" } else { "" });
+        output::print(&out)?;
+    }
+    Ok(if report.ok { Outcome::Done } else { Outcome::Mismatch })
+}
+
+fn text(r: &VerifyReport) -> anyhow::Result<String> {
+    let mut t = Table::new(&["compared", "count", "mismatches"]);
+    if r.checkpoint {
+        t.row(["routed experts".into(), grouped(r.experts), grouped(r.expert_mismatches)]);
+        t.row(["tensors, word for word".into(), grouped(r.tensors), grouped(r.tensor_mismatch_count)]);
+        t.row(["expert input scales".into(), "".into(), grouped(r.input_scale_mismatches)]);
+    }
+    t.row(["n-gram rows".into(), grouped(r.ngram_rows_checked), grouped(r.ngram_row_mismatches)]);
+    let digests = match r.digests.as_str() {
+        "ok" => "0".to_owned(),
+        _ => grouped(r.corrupt_objects.len() as u64),
+    };
+    t.row([format!("digests ({})", r.digests), String::new(), digests]);
+    for (component, n) in &r.requantized {
+        t.row([format!("re-quantized in {component}"), grouped(*n), String::new()]);
+    }
+    if r.checkpoint {
+        t.row(["re-encoded rows that differ".into(), String::new(), grouped(r.requantized_mismatches)]);
+    }
+    if r.proposal_bindings > 0 {
+        t.row(["proposal bindings".into(), grouped(r.proposal_bindings), String::new()]);
+    }
+    let mut out = t.to_string();
+    let mut worst: Vec<_> = r.requantized_parameters.iter().collect();
+    worst.sort_by(|a, b| b.rel_error.total_cmp(&a.rel_error));
+    if !worst.is_empty() {
+        let mut t = Table::new(&["largest errors of re-quantized parameters", "<format", "<method", "relative error"]);
+        for p in worst.iter().take(SHOWN) {
+            t.row([p.name.clone(), p.format.clone(), p.method.clone(), format!("{:.5}", p.rel_error)]);
+        }
+        write!(out, "\n{t}")?;
+    }
+    for m in &r.tensor_mismatches {
+        writeln!(out, "{}: row {}, column {}: expected {}, found {}", m.tensor, m.row, m.column, m.expected, m.found)?;
+    }
+    for object in &r.corrupt_objects {
+        writeln!(out, "object {object}: its bytes are not those of its digest")?;
+    }
+    for name in &r.missing_bindings {
+        writeln!(out, "parameter {name} is missing")?;
+    }
+    for name in &r.extra_bindings {
+        writeln!(out, "parameter {name} is none of the model's")?;
+    }
+    for problem in &r.problems {
+        writeln!(out, "{problem}")?;
+    }
+    if let Some(digest) = &r.digest {
+        writeln!(out, "\ndigest {digest}")?;
+    }
+    let scope = if r.checkpoint { "every word compared" } else { "structure and digests checked; pass --checkpoint to compare words" };
+    writeln!(out, "{} ({scope}, {:.1} s)", if r.ok { "ok" } else { "MISMATCH" }, r.seconds)?;
+    Ok(out)
+}
