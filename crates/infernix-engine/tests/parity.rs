@@ -3,6 +3,7 @@
 mod common;
 
 use common::*;
+use infernix_engine::backend::ActivationPolicy;
 use infernix_engine::backend::lossless::Lossless;
 use infernix_engine::backend::lossless::LosslessOptions;
 use infernix_engine::driver::{Driver, DriverOptions, LaneOutput, Want, argmax};
@@ -96,6 +97,62 @@ fn drafts(d: &mut Driver<Lossless>, r: &Reference, ids: &[u32]) {
     println!("draft logits: {worst:.2e}");
     assert!(worst <= 1e-5, "draft logits {worst:e}");
     d.close(s);
+}
+
+/// The artifact that recipe `auto` makes of a checkpoint, with 16-bit activations.
+fn through_artifact(name: &str, margin: f32) {
+    let (Some(model), Some(reference)) =
+        (shared(&format!("models/{name}")), shared(&format!("models/refs/{name}/ref.safetensors")))
+    else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let artifact = converted(&model, folder.path());
+    let mut d = artifact_driver(&artifact, fp32(), ActivationPolicy::A16, DriverOptions::default());
+    let r = Reference::open(&reference);
+    let ties: Vec<usize> =
+        r.i32("qsa_tie_rows").map_or_else(Vec::new, |t| t.1.iter().map(|i| *i as usize).collect());
+    check(&mut d, &r, margin, &ties);
+}
+
+#[test]
+fn flash_demo_nvfp4_converted() {
+    through_artifact("flash-demo-nvfp4", 0.05);
+}
+
+#[test]
+fn flash_demo_bf16_converted() {
+    through_artifact("flash-demo-bf16", 0.05);
+}
+
+#[test]
+fn dense_demo_bf16_converted() {
+    through_artifact("dense-demo-bf16", 0.05);
+}
+
+#[test]
+fn dense_demo_quasar_converted() {
+    through_artifact("dense-demo-quasar", 0.05);
+}
+
+#[test]
+fn dense_demo_nvidia_converted() {
+    through_artifact("dense-demo-nvidia", 0.05);
+}
+
+#[test]
+fn flash_tiny_fp8_converted() {
+    through_artifact("flash-tiny-fp8", 0.01);
+}
+
+#[test]
+fn flash_tiny_fp4local_converted() {
+    through_artifact("flash-tiny-fp4local", 0.01);
+}
+
+#[test]
+fn flash_tiny_orcarouter_converted() {
+    through_artifact("flash-tiny-orcarouter", 0.01);
 }
 
 fn demo(name: &str, margin: f32) {

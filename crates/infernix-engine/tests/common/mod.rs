@@ -2,12 +2,13 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(clippy::allow_attributes, reason = "an unused expectation would itself be a warning in some files")]
 
+use infernix_artifact::Artifact;
 use infernix_checkpoint::{Checkpoint, OpenOptions};
 use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
 use infernix_engine::backend::{ActivationPolicy, WeightData, WeightPart};
 use infernix_engine::driver::{Driver, DriverOptions};
-use infernix_engine::model::{LoadOptions, MemorySource, WeightSource, load};
-use infernix_engine::ngram::{MemoryRows, Ngram, NgramOptions};
+use infernix_engine::model::{ArtifactSource, LoadOptions, MemorySource, WeightSource, load};
+use infernix_engine::ngram::{MemoryRows, Ngram, NgramOptions, open_ngram};
 use infernix_formats::scalar::bf16_to_f32;
 use infernix_formats::{Format, Layout};
 use infernix_model::{Component, ModelConfig, Rows, Source, expert_parent_names, parameters, source_prefix};
@@ -127,6 +128,38 @@ pub fn lossless(
         Ngram::new(&ple, model.config.vocab, Box::new(t), o).unwrap()
     });
     Driver::new(model, ngram, driver).unwrap()
+}
+
+/// Converts a checkpoint with recipe `auto` into `folder` and opens it.
+pub fn converted(checkpoint: &Path, folder: &Path) -> Arc<Artifact> {
+    use infernix_convert::{ConvertOptions, Recipe, RunOptions, Silent, convert, plan};
+    let out = folder.join("model.infernix");
+    let mut o = ConvertOptions::new(checkpoint, Recipe::load("auto").unwrap(), &out);
+    o.threads = 2;
+    let plan = plan(&o).unwrap();
+    let run = RunOptions { interrupt: infernix_artifact::Interrupt::default(), faults: None, durable: false };
+    convert(&plan, &Silent, &run).unwrap();
+    let entry = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .filter(|p| p.extension().is_some_and(|e| e == "infernix"))
+        .min()
+        .unwrap();
+    Arc::new(Artifact::open(&entry).unwrap())
+}
+
+/// A lossless driver over an artifact.
+pub fn artifact_driver(
+    artifact: &Arc<Artifact>,
+    options: LosslessOptions,
+    activations: ActivationPolicy,
+    driver: DriverOptions,
+) -> Driver<Lossless> {
+    let source = ArtifactSource::new(artifact.clone()).unwrap();
+    let load_options = LoadOptions { drafter: source.has_component(Component::Mtp), activations };
+    let model = load(Lossless::new(options), &source, load_options).unwrap();
+    let ngram = open_ngram(artifact, None, NgramOptions { threads: 2, cache_bytes: 1 << 20 }).unwrap();
+    Driver::new(model, ngram.map(|n| n.0), driver).unwrap()
 }
 
 /// Reference tensors of one file.
