@@ -362,6 +362,9 @@ pub(crate) struct DoctorArgs {
     /// Folder whose disk is measured
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub(crate) dir: PathBuf,
+    /// Run every CUDA kernel on this machine's card against its oracle, measure it, and print one JSON document
+    #[arg(long)]
+    pub(crate) selftest: bool,
     #[command(flatten)]
     pub(crate) json: JsonArgs,
 }

@@ -5,8 +5,8 @@ use crate::output::{self, Table, grouped, usage};
 use crate::progress::Reporter;
 use crate::{INTERRUPTED, Outcome};
 use anyhow::Context as _;
-use infernix_checkpoint::hf_cache;
 use infernix_artifact::Interrupt;
+use infernix_checkpoint::hf_cache;
 use infernix_convert::{
     ConvertOptions, NgramTarget, Plan, ProposalOptions, Ranking, Recipe, RunOptions, SourceSpec,
 };
@@ -111,7 +111,10 @@ fn options(args: &ConvertArgs) -> anyhow::Result<ConvertOptions> {
 /// Every source the recipe names, from the Hugging Face cache.
 fn from_cache(recipe: &Recipe, revision: Option<&str>) -> anyhow::Result<Vec<SourceSpec>> {
     if recipe.sources.is_empty() {
-        return Err(usage(format!("recipe {} names no repository; give the checkpoint's folder", recipe.name)));
+        return Err(usage(format!(
+            "recipe {} names no repository; give the checkpoint's folder",
+            recipe.name
+        )));
     }
     let mut found = Vec::new();
     for role in &recipe.sources {
@@ -145,7 +148,8 @@ fn components(names: &[String]) -> anyhow::Result<Option<Vec<Component>>> {
         return Ok(None);
     }
     let parse = |name: &String| {
-        Component::from_name(name).ok_or_else(|| usage(format!("no component {name:?}; there are text, vision, mtp")))
+        Component::from_name(name)
+            .ok_or_else(|| usage(format!("no component {name:?}; there are text, vision, mtp")))
     };
     names.iter().map(parse).collect::<anyhow::Result<Vec<_>>>().map(Some)
 }
@@ -158,13 +162,18 @@ fn proposal(args: &ConvertArgs, sources: &[SourceSpec]) -> anyhow::Result<Option
         (Some(file), _) => Ranking::File(file.clone()),
         (_, Some(text)) => ranking_from_text(text, sources)?,
         _ if args.dry_run => Ranking::Absent,
-        _ => return Err(usage("a proposal head needs token frequencies: pass --ranking FILE or --ranking-text FILE")),
+        _ => {
+            return Err(usage(
+                "a proposal head needs token frequencies: pass --ranking FILE or --ranking-text FILE",
+            ));
+        }
     };
     Ok(Some(ProposalOptions { rows: args.proposal_rows, ranking }))
 }
 
 fn ranking_from_text(file: &Path, sources: &[SourceSpec]) -> anyhow::Result<Ranking> {
-    let text = std::fs::read_to_string(file).with_context(|| format!("{} cannot be read as text", file.display()))?;
+    let text = std::fs::read_to_string(file)
+        .with_context(|| format!("{} cannot be read as text", file.display()))?;
     let folder = &sources.iter().find(|s| s.role == "resources").unwrap_or(&sources[0]).path;
     let tokenizer = super::model::tokenizer_from_folder(folder)?;
     Ok(Ranking::from_ids(tokenizer.encode_text(&text)?))
@@ -177,7 +186,11 @@ fn summary(plan: &Plan) -> String {
         "writing {} in {} files{}; at most {} of memory",
         output::bytes(plan.artifact_bytes()),
         plan.files().len(),
-        if volume > 0 { format!(" and an n-gram volume of {}", output::bytes(volume)) } else { String::new() },
+        if volume > 0 {
+            format!(" and an n-gram volume of {}", output::bytes(volume))
+        } else {
+            String::new()
+        },
         output::bytes(plan.memory_needed_bytes()),
     )
 }
@@ -206,7 +219,14 @@ fn plan_text(plan: &Plan) -> anyhow::Result<String> {
     let mut out = String::new();
     let mut t = Table::new(&["class", "parameters", "bytes", "<format", "<layout", "<proof"]);
     for (class, c) in &plan.classes {
-        t.row([class.clone(), grouped(c.count), grouped(c.bytes), c.format.clone(), c.layout.clone(), c.proof.clone()]);
+        t.row([
+            class.clone(),
+            grouped(c.count),
+            grouped(c.bytes),
+            c.format.clone(),
+            c.layout.clone(),
+            c.proof.clone(),
+        ]);
     }
     writeln!(out, "{t}")?;
     let mut t = Table::new(&["file", "bytes"]);

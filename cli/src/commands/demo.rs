@@ -8,8 +8,19 @@ use clap::Parser as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A question that the demo model was trained to answer, and one that it answers by calling a tool.
-const PROMPT: &str = "What is a hash table?";
+/// Something that the demo model was trained to do.
+const PROMPT: &str = "Grace is 41 years old and lives in Oslo. Extract as JSON: name, city.";
+/// A conversation that it answers by calling a tool.
+const TOOL_TURN: &str = r#"{
+  "messages": [{"role": "user", "content": "Tell me the weather in Lisbon in fahrenheit."}],
+  "tools": [{"type": "function", "function": {
+    "name": "get_weather", "description": "Current weather of a city",
+    "parameters": {"type": "object", "properties": {
+      "city": {"type": "string"}, "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}
+    }, "required": ["city"]}
+  }}]
+}
+"#;
 
 pub(crate) fn run(args: &DemoArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     let checkpoint = match &args.checkpoint {
@@ -19,15 +30,20 @@ pub(crate) fn run(args: &DemoArgs, progress: ProgressMode) -> anyhow::Result<Out
     let folder = Folder::new(args.keep.as_deref())?;
     let artifact = folder.path.join("demo.infernix");
     let recipe = if args.checkpoint.is_some() { "auto" } else { "qwen3_8_flash_next_nvfp4" };
-    let (checkpoint, artifact) = (path_text(&checkpoint)?, path_text(&artifact)?);
-    let steps: [&[&str]; 3] = [
+    let messages = folder.path.join("tool-turn.json");
+    fs::write(&messages, TOOL_TURN).with_context(|| format!("{} cannot be written", messages.display()))?;
+    let (checkpoint, artifact, messages) =
+        (path_text(&checkpoint)?, path_text(&artifact)?, path_text(&messages)?);
+    let steps: [&[&str]; 4] = [
         &["convert", "--recipe", recipe, &checkpoint, "-o", &artifact],
         &["verify", &artifact, "--checkpoint", &checkpoint],
         &["run", &artifact, "-p", PROMPT, "--greedy", "--max-tokens", "200"],
+        &["run", &artifact, "--messages", &messages, "--greedy", "--max-tokens", "200"],
     ];
     for step in steps {
         output::note(&output::styled(&format!("\n$ infernix {}", quoted(step)), "1"));
-        let cli = Cli::try_parse_from(std::iter::once(&"infernix").chain(step)).context("a step of the demo")?;
+        let cli =
+            Cli::try_parse_from(std::iter::once(&"infernix").chain(step)).context("a step of the demo")?;
         let cli = Cli { progress, ..cli };
         if matches!(super::run(cli)?, Outcome::Mismatch) {
             return Ok(Outcome::Mismatch);

@@ -17,11 +17,16 @@ const PROBE_BYTES: usize = 256 << 20;
 const BLOCK: usize = 1 << 20;
 
 pub(crate) fn run(args: &DoctorArgs) -> anyhow::Result<Outcome> {
+    if args.selftest {
+        let report = infernix_cuda::selftest(&infernix_cuda::selftest::Options::default())?;
+        output::print_json(&report)?;
+        return Ok(if report["ok"] == true { Outcome::Done } else { Outcome::Mismatch });
+    }
     let cpu = cpu();
     let memory = memory();
     let disk = disk(&args.dir)?;
     let gpu = gpu();
-    let verdicts = verdicts(&memory, &disk, &gpu);
+    let verdicts = verdicts(&memory, &disk);
     let report = json!({
         "schema_version": 1, "version": env!("CARGO_PKG_VERSION"), "cpu": cpu, "memory": memory, "disk": disk,
         "gpu": gpu, "runs": verdicts,
@@ -50,7 +55,17 @@ fn features() -> Vec<&'static str> {
         macro_rules! probe {
             ($($name:tt),*) => { $(if std::arch::is_x86_feature_detected!($name) { found.push($name); })* };
         }
-        probe!("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512vnni", "avx512bf16");
+        probe!(
+            "avx2",
+            "fma",
+            "f16c",
+            "avx512f",
+            "avx512bw",
+            "avx512vl",
+            "avx512vbmi",
+            "avx512vnni",
+            "avx512bf16"
+        );
     }
     found
 }
@@ -75,7 +90,8 @@ fn memory() -> Value {
         let line = text.lines().find(|l| l.starts_with(name))?;
         line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
     };
-    let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|t| t.trim().parse::<u64>().ok());
+    let limit =
+        fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|t| t.trim().parse::<u64>().ok());
     json!({ "total_bytes": field("MemTotal:"), "available_bytes": field("MemAvailable:"), "cgroup_limit_bytes": limit })
 }
 
@@ -147,14 +163,30 @@ fn measure_disk(path: &Path) -> anyhow::Result<(f64, f64, f64, bool)> {
     Ok((write, read, f64::from(reads) / start.elapsed().as_secs_f64(), direct))
 }
 
+/// Driver, card and the kernels in this program. The card is asked only where the driver's library can be loaded.
 fn gpu() -> Value {
     let driver = fs::read_to_string("/proc/driver/nvidia/version").ok();
     let driver = driver.as_deref().and_then(|t| t.lines().next()).map(str::to_owned);
-    json!({ "driver": driver })
+    let mut report = json!({ "driver": driver, "kernel_targets": infernix_cuda::embedded_targets() });
+    if infernix_cuda::driver_present() {
+        match infernix_cuda::Device::open(0) {
+            Ok(device) => {
+                let info = device.info();
+                report["name"] = json!(info.name);
+                report["multiprocessors"] = json!(info.multiprocessors);
+                if let Ok((free, total)) = device.memory() {
+                    report["memory_free_bytes"] = json!(free);
+                    report["memory_bytes"] = json!(total);
+                }
+            }
+            Err(error) => report["note"] = json!(error.to_string()),
+        }
+    }
+    report
 }
 
 /// What each published model needs on top of its files, and whether this machine has it.
-fn verdicts(memory: &Value, disk: &Value, gpu: &Value) -> Vec<Value> {
+fn verdicts(memory: &Value, disk: &Value) -> Vec<Value> {
     let total = memory["total_bytes"].as_u64().unwrap_or(0);
     let ram = memory["cgroup_limit_bytes"].as_u64().map_or(total, |l| l.min(total)) as f64 / GIB;
     let free = disk["folder_free_bytes"].as_u64().unwrap_or(0) as f64 / GIB;
@@ -175,8 +207,7 @@ fn verdicts(memory: &Value, disk: &Value, gpu: &Value) -> Vec<Value> {
             if free < *artifact {
                 lacks.push(format!("{artifact:.1} GiB of disk in this folder (has {free:.1})"));
             }
-            let gpu_note = if gpu["driver"].is_null() { "on the CPU: no NVIDIA driver is loaded" } else { "on the CPU" };
-            json!({ "model": name, "runs": lacks.is_empty(), "lacks": lacks, "note": gpu_note })
+            json!({ "model": name, "runs": lacks.is_empty(), "lacks": lacks, "backend": "cpu" })
         })
         .collect()
 }
@@ -206,14 +237,24 @@ fn text(report: &Value) -> String {
     } else {
         t.row(["disk speed".into(), disk["note"].as_str().unwrap_or_default().to_owned()]);
     }
-    let driver = report["gpu"]["driver"].as_str().unwrap_or("no NVIDIA driver loaded");
-    t.row(["GPU driver".into(), driver.to_owned()]);
+    let gpu = &report["gpu"];
+    t.row(["GPU driver".into(), gpu["driver"].as_str().unwrap_or("no NVIDIA driver loaded").to_owned()]);
+    if let Some(name) = gpu["name"].as_str() {
+        t.row(["GPU".into(), format!("{name}, {} of memory", size(&gpu["memory_bytes"]))]);
+    }
+    if let Some(note) = gpu["note"].as_str() {
+        t.row(["GPU".into(), note.to_owned()]);
+    }
+    let targets: Vec<_> =
+        gpu["kernel_targets"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let kernels = if targets.is_empty() { "none: built without nvcc".to_owned() } else { targets.join(", ") };
+    t.row(["CUDA kernels in this program".into(), kernels]);
     let mut out = format!("{t}\n");
     let mut t = Table::new(&["model", "<here"]);
     for run in report["runs"].as_array().into_iter().flatten() {
         let lacks: Vec<_> = run["lacks"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
         let verdict = if lacks.is_empty() {
-            format!("runs {}", run["note"].as_str().unwrap_or_default())
+            format!("runs on the {}", run["backend"].as_str().unwrap_or_default())
         } else {
             format!("lacks {}", lacks.join(" and "))
         };

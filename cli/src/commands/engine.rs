@@ -35,13 +35,20 @@ pub(crate) fn with_driver_fp32(
     }
 }
 
-fn start<B: Backend>(backend: B, open: &OpenModel, tokens: usize, task: impl Task) -> anyhow::Result<Outcome> {
+fn start<B: Backend>(
+    backend: B,
+    open: &OpenModel,
+    tokens: usize,
+    task: impl Task,
+) -> anyhow::Result<Outcome> {
     let source = ArtifactSource::new(Arc::clone(&open.artifact))?;
     let model = load(backend, &source, LoadOptions { drafter: false, activations: open.activations })?;
-    let ngram = open_ngram(&open.artifact, open.ngram.as_deref(), NgramOptions::default())?.map(|(ngram, warnings)| {
-        warnings.iter().for_each(|w| crate::output::warn(w));
-        ngram
-    });
+    let ngram = open_ngram(&open.artifact, open.ngram.as_deref(), NgramOptions::default())?.map(
+        |(ngram, warnings)| {
+            warnings.iter().for_each(|w| crate::output::warn(w));
+            ngram
+        },
+    );
     let options = DriverOptions { tokens, ..DriverOptions::default() };
     let mut driver = Driver::new(model, ngram, options)?;
     task.run(&mut driver)

@@ -28,7 +28,8 @@ pub(crate) fn rename(args: &RenameArgs) -> anyhow::Result<Outcome> {
         None if args.numbered => NewName::Numbered,
         None => NewName::Plain,
     };
-    let options = RenameOptions { interrupt: Interrupt::new(super::convert::interrupt()), ..RenameOptions::default() };
+    let options =
+        RenameOptions { interrupt: Interrupt::new(super::convert::interrupt()), ..RenameOptions::default() };
     let renamed = infernix_artifact::rename::rename(&args.artifact, &to, &options)?;
     for (from, to) in &renamed.moves {
         output::note(&format!("{from} -> {to}"));
@@ -43,7 +44,9 @@ pub(crate) fn write_card(args: &CardArgs) -> anyhow::Result<Outcome> {
     let measurements = args
         .measurements
         .iter()
-        .map(|path| Ok((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), read_json(path)?)))
+        .map(|path| {
+            Ok((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), read_json(path)?))
+        })
         .collect::<anyhow::Result<Vec<_>>>()?;
     let inputs = CardInputs { artifact: &artifact, verify: verify.as_ref(), measurements: &measurements };
     let text = card(&inputs)?;

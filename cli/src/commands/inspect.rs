@@ -93,7 +93,8 @@ fn artifact(args: &InspectArgs) -> anyhow::Result<(Value, String)> {
     t.row(["components".into(), components.join(", ")]);
     t.row(["objects, bindings".into(), format!("{}, {}", directory.objects.len(), directory.bindings.len())]);
     if let Some(v) = &volume {
-        let what = format!("{} rows of {} bytes, {}", grouped(v.geometry.rows), v.geometry.row_bytes, v.format);
+        let what =
+            format!("{} rows of {} bytes, {}", grouped(v.geometry.rows), v.geometry.row_bytes, v.format);
         t.row(["n-gram table".into(), what]);
     }
     writeln!(text, "{t}\n{}", census.to_text())?;
@@ -137,7 +138,9 @@ fn objects_text(directory: &Directory) -> String {
     let mut t = Table::new(&["object", "<shape", "<format", "<layout", "offset", "bytes"]);
     for o in &directory.objects {
         let (shape, format, layout) = match &o.kind {
-            ObjectKind::Tensor { shape, format, layout } => (shape_text(shape), format.as_str(), layout.as_str()),
+            ObjectKind::Tensor { shape, format, layout } => {
+                (shape_text(shape), format.as_str(), layout.as_str())
+            }
             ObjectKind::Resource => (String::new(), "raw", "raw_bytes_v1"),
         };
         t.row([o.id.clone(), shape, format.into(), layout.into(), grouped(o.offset), grouped(o.bytes)]);
@@ -166,7 +169,11 @@ fn bindings_text(directory: &Directory) -> String {
             Binding::Whole { object } => object.clone(),
             Binding::Parts(parts) => {
                 let first = &parts[0];
-                let more = if parts.len() > 1 { format!(" and {} more ranges", parts.len() - 1) } else { String::new() };
+                let more = if parts.len() > 1 {
+                    format!(" and {} more ranges", parts.len() - 1)
+                } else {
+                    String::new()
+                };
                 format!("{}[{}..{}]{more}", first.object, first.begin, first.end)
             }
         };
@@ -177,7 +184,9 @@ fn bindings_text(directory: &Directory) -> String {
 
 fn part(path: &Path) -> anyhow::Result<(Value, String)> {
     let mut header = [0u8; 32];
-    File::open(path)?.read_exact(&mut header).with_context(|| format!("{} ends in its header", path.display()))?;
+    File::open(path)?
+        .read_exact(&mut header)
+        .with_context(|| format!("{} ends in its header", path.display()))?;
     let index = u64::from_le_bytes(header[8..16].try_into()?);
     let id: String = header[16..32].iter().map(|b| format!("{b:02x}")).collect();
     let bytes = path.metadata()?.len();
@@ -203,7 +212,10 @@ fn volume(path: &Path) -> anyhow::Result<(Value, String)> {
     let mut t = Table::new(&["", "<"]);
     t.row(["n-gram volume".into(), file_name(path)]);
     t.row(["volume_id".into(), header.id.to_string()]);
-    t.row(["rows".into(), format!("{} of {} bytes, {} a block", grouped(g.rows), g.row_bytes, g.rows_per_block)]);
+    t.row([
+        "rows".into(),
+        format!("{} of {} bytes, {} a block", grouped(g.rows), g.row_bytes, g.rows_per_block),
+    ]);
     t.row(["size".into(), format!("{} bytes", grouped(g.file_bytes()))]);
     match extension {
         Some(e) => {

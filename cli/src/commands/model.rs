@@ -26,11 +26,9 @@ pub(crate) fn bundled_checkpoint() -> anyhow::Result<PathBuf> {
         Some(prefix.join("share/infernix/models").join(NAME))
     });
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models").join(NAME);
-    installed
-        .into_iter()
-        .chain([source])
-        .find(|p| p.join("config.json").is_file())
-        .with_context(|| format!("the bundled model {NAME} is neither installed nor in the source tree; name a model"))
+    installed.into_iter().chain([source]).find(|p| p.join("config.json").is_file()).with_context(|| {
+        format!("the bundled model {NAME} is neither installed nor in the source tree; name a model")
+    })
 }
 
 /// The artifact a command works on, converted first where the model is a checkpoint.
@@ -127,7 +125,13 @@ fn cached_name(path: &Path) -> anyhow::Result<PathBuf> {
         let modified = shard.modified.and_then(|t| t.duration_since(std::time::UNIX_EPOCH).ok());
         key.extend_from_slice(&modified.map_or(0, |d| d.as_nanos() as u64).to_le_bytes());
     }
-    for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"] {
+    for name in [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ] {
         key.extend(checkpoint.file_bytes(name)?.unwrap_or_default());
     }
     let digest = infernix_artifact::Digest::of(&key).to_string();
@@ -142,7 +146,9 @@ fn user_cache() -> anyhow::Result<PathBuf> {
         return Ok(folder);
     }
     let base = set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|h| h.join(".cache")));
-    Ok(base.context("no folder for conversions: set INFERNIX_CACHE, XDG_CACHE_HOME or HOME")?.join("infernix"))
+    Ok(base
+        .context("no folder for conversions: set INFERNIX_CACHE, XDG_CACHE_HOME or HOME")?
+        .join("infernix"))
 }
 
 /// Which arithmetic a command asked for.
@@ -186,7 +192,10 @@ impl OpenModel {
     /// Tokenizer, chat template and generation defaults stored with the model.
     pub(crate) fn chat_format(&self) -> anyhow::Result<ChatFormat> {
         let directory = self.artifact.directory();
-        let text = directory.components.get("text").context("the artifact has no text component: it is a drafter")?;
+        let text = directory
+            .components
+            .get("text")
+            .context("the artifact has no text component: it is a drafter")?;
         let optional = |role: &str| -> anyhow::Result<Option<Vec<u8>>> {
             let present = text.resources.contains_key(role);
             Ok(if present { Some(self.artifact.resource("text", role)?) } else { None })

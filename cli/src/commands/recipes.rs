@@ -12,7 +12,14 @@ pub(crate) fn page() -> anyhow::Result<String> {
         let sources: Vec<String> = recipe
             .sources
             .iter()
-            .map(|s| format!("{}{}: {}", s.role, if s.required { "" } else { " (optional)" }, s.repositories.join(", ")))
+            .map(|s| {
+                format!(
+                    "{}{}: {}",
+                    s.role,
+                    if s.required { "" } else { " (optional)" },
+                    s.repositories.join(", ")
+                )
+            })
             .collect();
         let sources = if sources.is_empty() { "any checkpoint".to_owned() } else { sources.join("; ") };
         writeln!(page, "| `{name}` | {title} | {sources} |")?;

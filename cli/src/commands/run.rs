@@ -11,8 +11,8 @@ use infernix_engine::backend::Backend;
 use infernix_engine::driver::{Driver, Sequence, Want};
 use infernix_engine::sample::{Sampler, SamplerOptions};
 use infernix_text::{
-    ChatFormat, ChatOptions, Detokenizer, Event, Message, OutputOptions, OutputParser, ParsedCall, Prompt, Role, Sampling,
-    Start, Tool, ToolSet,
+    ChatFormat, ChatOptions, Detokenizer, Event, Message, OutputOptions, OutputParser, ParsedCall, Prompt,
+    Role, Sampling, Start, Tool, ToolSet,
 };
 use serde_json::{Value, json};
 use std::io::{self, IsTerminal as _, Read as _, Write as _};
@@ -78,11 +78,14 @@ fn first_turn(args: &RunArgs) -> anyhow::Result<Option<Turn>> {
         let document = super::files::read_json(path)?;
         let (messages, tools) = match &document {
             Value::Array(_) => (&document, &Value::Null),
-            Value::Object(o) => (o.get("messages").unwrap_or(&Value::Null), o.get("tools").unwrap_or(&Value::Null)),
+            Value::Object(o) => {
+                (o.get("messages").unwrap_or(&Value::Null), o.get("tools").unwrap_or(&Value::Null))
+            }
             _ => bail!("{}: expected a list of messages, or an object with `messages`", path.display()),
         };
         let parse = |what: &str| format!("{}: {what}", path.display());
-        let messages: Vec<Message> = serde_json::from_value(messages.clone()).with_context(|| parse("messages"))?;
+        let messages: Vec<Message> =
+            serde_json::from_value(messages.clone()).with_context(|| parse("messages"))?;
         let tools: Vec<Tool> = match tools {
             Value::Null => Vec::new(),
             list => serde_json::from_value(list.clone()).with_context(|| parse("tools"))?,
@@ -200,7 +203,9 @@ impl<'a> Chat<'a> {
         driver.close(sequence);
         let answer = result?;
         if !self.args.json.json {
-            output::print("\n")?;
+            if !answer.content.is_empty() {
+                output::print("\n")?;
+            }
             let rate = answer.prompt_tokens as f64 / answer.prefill_seconds;
             output::note(&output::styled(
                 &format!(
@@ -300,7 +305,13 @@ impl<'a> Chat<'a> {
                 }
                 Event::Call(call) => {
                     if !quiet {
-                        output::print(&format!("\ncalls {}({})", call.name, call.arguments_json()))?;
+                        if answer.content.is_empty()
+                            && answer.calls.is_empty()
+                            && !answer.reasoning.is_empty()
+                        {
+                            output::note("");
+                        }
+                        output::print(&format!("calls {}({})\n", call.name, call.arguments_json()))?;
                     }
                     answer.calls.push(call);
                 }
@@ -330,7 +341,11 @@ fn sampler_options(args: &SamplingArgs, defaults: Sampling) -> anyhow::Result<Sa
     };
     let s = set.or(defaults);
     let within = |name: &str, value: f64, low: f64, high: f64| {
-        if value >= low && value <= high { Ok(value) } else { Err(usage(format!("--{name} must lie in {low}..={high}"))) }
+        if value >= low && value <= high {
+            Ok(value)
+        } else {
+            Err(usage(format!("--{name} must lie in {low}..={high}")))
+        }
     };
     Ok(SamplerOptions {
         temperature: within("temperature", s.temperature.unwrap_or(1.0), 0.0, 100.0)?,
@@ -347,6 +362,7 @@ fn sampler_options(args: &SamplingArgs, defaults: Sampling) -> anyhow::Result<Sa
 
 /// A seed nobody chose: time and process, which is enough for variety.
 fn fresh_seed() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
+    let now =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
     (now ^ u64::from(std::process::id()).rotate_left(32)) % 1_000_000_007
 }

@@ -22,7 +22,9 @@ pub(crate) fn run(args: &VerifyArgs, progress: ProgressMode) -> anyhow::Result<O
     options.ngram.clone_from(&args.ngram);
     options.ngram_rows = match args.ngram_rows.as_str() {
         "all" => NgramRows::All,
-        n => NgramRows::Sample(n.parse().map_err(|_| usage(format!("--ngram-rows takes `all` or a number, not {n:?}")))?),
+        n => NgramRows::Sample(
+            n.parse().map_err(|_| usage(format!("--ngram-rows takes `all` or a number, not {n:?}")))?,
+        ),
     };
     options.skip_ngram = args.skip_ngram;
     options.trust_index = args.trust_index;
@@ -102,14 +104,23 @@ fn text(r: &VerifyReport) -> anyhow::Result<String> {
     let mut worst: Vec<_> = r.requantized_parameters.iter().collect();
     worst.sort_by(|a, b| b.rel_error.total_cmp(&a.rel_error));
     if !worst.is_empty() {
-        let mut t = Table::new(&["largest errors of re-quantized parameters", "<format", "<method", "relative error"]);
+        let mut t = Table::new(&[
+            "largest errors of re-quantized parameters",
+            "<format",
+            "<method",
+            "relative error",
+        ]);
         for p in worst.iter().take(SHOWN) {
             t.row([p.name.clone(), p.format.clone(), p.method.clone(), format!("{:.5}", p.rel_error)]);
         }
         write!(out, "\n{t}")?;
     }
     for m in &r.tensor_mismatches {
-        writeln!(out, "{}: row {}, column {}: expected {}, found {}", m.tensor, m.row, m.column, m.expected, m.found)?;
+        writeln!(
+            out,
+            "{}: row {}, column {}: expected {}, found {}",
+            m.tensor, m.row, m.column, m.expected, m.found
+        )?;
     }
     for object in &r.corrupt_objects {
         writeln!(out, "object {object}: its bytes are not those of its digest")?;
@@ -126,7 +137,11 @@ fn text(r: &VerifyReport) -> anyhow::Result<String> {
     if let Some(digest) = &r.digest {
         writeln!(out, "\ndigest {digest}")?;
     }
-    let scope = if r.checkpoint { "every word compared" } else { "structure and digests checked; pass --checkpoint to compare words" };
+    let scope = if r.checkpoint {
+        "every word compared"
+    } else {
+        "structure and digests checked; pass --checkpoint to compare words"
+    };
     writeln!(out, "{} ({scope}, {:.1} s)", if r.ok { "ok" } else { "MISMATCH" }, r.seconds)?;
     Ok(out)
 }
