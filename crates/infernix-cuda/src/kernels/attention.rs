@@ -62,6 +62,7 @@ pub struct Attention {
     decode: Kernel,
     merge: Kernel,
     append: Kernel,
+    prefill: Kernel,
     heads: usize,
     kv_heads: usize,
     d: usize,
@@ -83,6 +84,7 @@ impl Attention {
             decode: dev.kernel(&format!("attn_decode_{d}"), shared)?,
             merge: dev.kernel("attn_merge", 0)?,
             append: dev.kernel("kv_append", 0)?,
+            prefill: dev.kernel(&format!("attn_prefill_{d}"), 2 * 32 * (2 * d + 64) + 2 * 32 * (2 * d + 16))?,
             heads,
             kv_heads,
             d,
@@ -138,6 +140,37 @@ impl Attention {
         let args = Args::new().ptr(scratch).ptr(ml).ptr(q.pos).ptr(sc).ptr(g).ptr(out);
         let args = args.ints(&[group, self.kv_heads, ratio, splits, out_pitch, gp, gh]);
         s.launch(&self.merge, [self.heads as u32, q.rows as u32, 1], self.d as u32, true, &args)
+    }
+
+    /// Dense causal attention of `rows` consecutive tokens of one sequence, the first at position `pos0`; keys of all of them
+    /// are in the pages of `table`. Queries, gate and output as in [`Attention::launch`].
+    #[expect(clippy::too_many_arguments, reason = "the operands of one attention")]
+    pub fn prefill(
+        &self,
+        s: &Stream,
+        q: (u64, usize, usize),
+        p: &Paging,
+        table: u64,
+        rows: usize,
+        pos0: usize,
+        gate: Option<(u64, usize, usize)>,
+        out: u64,
+        out_pitch: usize,
+        pdl: bool,
+    ) -> Result<()> {
+        let group = self.heads / self.kv_heads;
+        let scale = std::f64::consts::LOG2_E / (self.d as f64).sqrt();
+        let (g, gp, gh) = gate.unwrap_or((0, 0, 0));
+        let args = Args::new()
+            .ptr(q.0)
+            .ptr(p.keys)
+            .ptr(p.values)
+            .ptr(table)
+            .ptr(g)
+            .ptr(out)
+            .ints(&[rows, pos0, group, q.1, q.2, p.page_log, p.page_stride, p.token_stride, p.head_stride, out_pitch, gp, gh])
+            .f32(scale as f32);
+        s.launch(&self.prefill, [(rows * group).div_ceil(128) as u32, self.kv_heads as u32, 1], 256, pdl, &args)
     }
 
     /// Writes keys and values `[rows][kv_heads * d]` of the rows into their pages.

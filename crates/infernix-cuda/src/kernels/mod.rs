@@ -6,9 +6,11 @@
 pub mod attention;
 pub mod experts;
 pub mod gdn;
+pub mod gemm;
 pub mod hyper;
 pub mod linear;
 pub mod rows;
+pub mod select;
 
 pub use attention::{Paging, Selection};
 pub use linear::{Linear, WeightFormat};

@@ -8,7 +8,9 @@ mod attention;
 mod experts;
 mod hyper;
 mod linear;
+mod prefill;
 mod rows;
+mod select;
 mod state;
 
 use crate::driver::{Device, Stream};
@@ -37,7 +39,7 @@ impl Default for Options {
 }
 
 /// Names of the families, in order.
-pub const FAMILIES: &[&str] = &["linear", "linear_bench", "experts", "experts_bench", "state", "hyper", "router", "rows", "attention"];
+pub const FAMILIES: &[&str] = &["linear", "linear_bench", "experts", "experts_bench", "state", "hyper", "router", "rows", "attention", "select", "gemm", "prefill"];
 
 /// One family's context and results.
 pub(crate) struct Run {
@@ -91,7 +93,6 @@ impl Run {
     }
 
     /// Records a time of arithmetic.
-    #[expect(dead_code, reason = "used by the matrix products of prefill")]
     pub(crate) fn timed_flops(&mut self, kernel: &str, case: String, us: f64, flops: f64) {
         self.results.push(json!({"kernel": kernel, "case": case, "us": round(us), "tflops": round(flops / us / 1e6)}));
     }
@@ -134,7 +135,10 @@ pub fn selftest(options: &Options) -> Result<Value> {
             "hyper" => hyper::run(&mut run),
             "router" => experts::router(&mut run),
             "rows" => rows::run(&mut run),
-            _ => attention::run(&mut run),
+            "attention" => attention::run(&mut run),
+            "select" => select::run(&mut run),
+            "gemm" => prefill::gemm(&mut run),
+            _ => prefill::attention(&mut run),
         };
         let faulted = done.is_err();
         if let Err(e) = done {
