@@ -8,11 +8,19 @@
 )]
 
 mod attention;
+mod backend;
+mod buf;
 mod cells;
 mod delta;
 mod elementwise;
 mod experts;
 pub mod isa;
 pub mod linear;
+mod narrow;
 pub mod num;
 pub mod pool;
+mod weights;
+
+pub use backend::{Blocks, CpuBackend, CpuOptions, Routes};
+pub use buf::CpuBuf;
+pub use weights::{CpuExperts, CpuWeight};

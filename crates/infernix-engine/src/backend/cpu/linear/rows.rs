@@ -127,6 +127,8 @@ pub struct Rows<'a> {
     high: &'a [u8],
     scales: &'a [u8],
     global: f32,
+    /// Rows after which 128-row tiles start anew.
+    matrix: usize,
 }
 
 impl<'a> Rows<'a> {
@@ -151,7 +153,14 @@ impl<'a> Rows<'a> {
             && first.checked_add(n)? <= total
             && (!kind.is_nvfp4() || k.is_multiple_of(16))
             && (!matches!(kind, Kind::Nvfp4MulSwizzled | Kind::Nvfp4DivSwizzled) || k.is_multiple_of(64));
-        fits.then_some(Rows { kind, first, n, k, codes, high, scales, global })
+        fits.then_some(Rows { kind, first, n, k, codes, high, scales, global, matrix: total.max(1) })
+    }
+
+    /// The same rows of a stack of matrices of `matrix` rows each, every one with its own 128x128 tiles.
+    pub fn stacked(self, total: usize, matrix: usize) -> Option<Self> {
+        let tiles = (total / matrix.max(1)).checked_mul(matrix.div_ceil(128) * self.k.div_ceil(128) * 4)?;
+        let fits = self.kind != Kind::Fp8Block || self.scales.len() >= tiles;
+        (matrix > 0 && total.is_multiple_of(matrix) && fits).then_some(Rows { matrix, ..self })
     }
 
     /// Storage.
@@ -206,7 +215,10 @@ impl<'a> Rows<'a> {
                 (n / 128 * (k / 64) * 512 + n % 32 * 16 + n % 128 / 32 * 4, 512)
             }
             Fp8Row => (2 * n, 0),
-            Fp8Block => (4 * (n / 128) * k.div_ceil(128), 0),
+            Fp8Block => {
+                let tile = n / self.matrix * self.matrix.div_ceil(128) + n % self.matrix / 128;
+                (4 * tile * k.div_ceil(128), 0)
+            }
             Mxfp8 => (n * k.div_ceil(32), 2),
         }
     }
@@ -362,5 +374,23 @@ impl Rows<'_> {
             let within = first % BLOCK;
             *s = if self.kind.is_nvfp4() { halves[0][within / 4] } else { halves[within / 32][0] };
         }
+    }
+}
+
+impl Rows<'_> {
+    /// Whether the global scale divides.
+    pub(crate) fn divides(&self) -> bool {
+        matches!(self.kind, Kind::Nvfp4Div | Kind::Nvfp4DivSwizzled)
+    }
+
+    /// The global scale.
+    pub(crate) fn global(&self) -> f32 {
+        self.global
+    }
+
+    /// E4M3 scale words of an NVFP4 row in the order of K.
+    pub(crate) fn e4m3_words(&self, row: usize) -> Vec<u8> {
+        let (start, step) = self.scale_at(row);
+        (0..self.k / 16).map(|g| self.scales[start + step * (g / 4) + g % 4]).collect()
     }
 }
