@@ -233,8 +233,12 @@ pub(crate) struct ModelArgs {
     pub(crate) lossless: bool,
     #[command(flatten)]
     pub(crate) activations: ActivationArgs,
-    #[command(flatten)]
-    pub(crate) threads: ThreadArgs,
+    /// Worker threads of decoding [default: the physical cores this process may use]
+    #[arg(long, short = 'j', value_name = "N")]
+    pub(crate) threads: Option<usize>,
+    /// Worker threads of prompt processing [default: as --threads]
+    #[arg(long, value_name = "N")]
+    pub(crate) threads_batch: Option<usize>,
     /// Convert without asking when the model is a checkpoint folder
     #[arg(long, short)]
     pub(crate) yes: bool,

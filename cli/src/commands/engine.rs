@@ -3,6 +3,7 @@
 use super::model::{BackendKind, OpenModel};
 use crate::Outcome;
 use infernix_engine::backend::Backend;
+use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
 use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
 use infernix_engine::driver::{Driver, DriverOptions};
 use infernix_engine::model::{ArtifactSource, LoadOptions, load};
@@ -31,7 +32,14 @@ pub(crate) fn with_driver_fp32(
             let options = LosslessOptions { fp32, ..LosslessOptions::default() };
             start(Lossless::new(options), open, tokens, task)
         }
-        BackendKind::Cpu => anyhow::bail!("no CPU backend in this build"),
+        BackendKind::Cpu => {
+            let options = CpuOptions {
+                threads: open.threads,
+                threads_batch: open.threads_batch,
+                ..CpuOptions::default()
+            };
+            start(CpuBackend::new(options), open, tokens, task)
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! One rule finds the model for every command, and one place opens it.
 
-use super::convert::{interrupt, threads};
+use super::convert::interrupt;
 use crate::args::{ModelArgs, ProgressMode};
 use crate::output::{self, usage};
 use crate::progress::Reporter;
@@ -164,7 +164,10 @@ pub(crate) struct OpenModel {
     pub(crate) ngram: Option<PathBuf>,
     pub(crate) backend: BackendKind,
     pub(crate) activations: ActivationPolicy,
+    /// Decode threads; 0 leaves it to the backend.
     pub(crate) threads: usize,
+    /// Prefill threads; 0 is as decode.
+    pub(crate) threads_batch: usize,
 }
 
 impl OpenModel {
@@ -185,7 +188,8 @@ impl OpenModel {
             ngram: args.ngram.clone(),
             backend,
             activations,
-            threads: threads(args.threads)?,
+            threads: threads("threads", args.threads)?,
+            threads_batch: threads("threads-batch", args.threads_batch)?,
         })
     }
 
@@ -211,6 +215,15 @@ impl OpenModel {
             generation_config: optional("generation_config.json")?,
         };
         Ok(ChatFormat::new(&resources)?)
+    }
+}
+
+/// A thread count, 0 where none is given.
+fn threads(flag: &str, given: Option<usize>) -> anyhow::Result<usize> {
+    match given {
+        Some(0) => Err(usage(format!("--{flag} must be at least 1"))),
+        Some(n) => Ok(n.min(1024)),
+        None => Ok(0),
     }
 }
 
