@@ -1,6 +1,7 @@
 //! The one error type of this crate.
 
 use crate::format::Format;
+use crate::ggml::GgmlType;
 use crate::layout::Layout;
 
 /// Where in a tensor a word lies: row and column of the logical matrix, and which matrix of which expert where the
@@ -94,6 +95,33 @@ pub enum FormatError {
         place: Place,
         /// The rule that is broken.
         why: &'static str,
+    },
+    /// A ggml type id that this build does not know.
+    #[error("unknown ggml type id {id}; known are 0 to {largest}, see docs/gguf.md")]
+    GgmlId {
+        /// Id found.
+        id: u32,
+        /// Largest known id.
+        largest: u32,
+    },
+    /// A ggml type that holds no weights.
+    #[error(
+        "ggml type {ty} cannot be decoded: it {}",
+        if ty.is_removed() { "was given up by ggml" } else { "is no type of weights" }
+    )]
+    GgmlNotDecodable {
+        /// Type asked for.
+        ty: GgmlType,
+    },
+    /// A row that is not whole ggml blocks.
+    #[error("a row of {values} values is not whole blocks of {ty}, which have {block} values")]
+    GgmlRow {
+        /// Type asked for.
+        ty: GgmlType,
+        /// Values of the row.
+        values: u64,
+        /// Values per block.
+        block: u64,
     },
     /// A byte of padding that is not zero.
     #[error("padding byte at offset {offset} is {byte:#04x}, expected 0; the object is damaged")]

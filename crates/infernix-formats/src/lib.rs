@@ -9,6 +9,7 @@ mod error;
 pub mod expert_bank;
 mod format;
 pub mod fp8;
+pub mod ggml;
 pub mod groupwise;
 mod layout;
 pub mod mxfp8;
