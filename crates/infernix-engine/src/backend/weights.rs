@@ -63,7 +63,7 @@ pub struct WeightSpec {
     pub name: String,
     /// Activation width of products with it.
     pub activation: Activation,
-    /// Calibrated input scale (multiplier) of a dense NVFP4 linear, for `A4`.
+    /// Calibrated input scale of an NVFP4 linear for `A4`: a multiplier or a divisor, as the weight's format.
     pub input_scale: Option<f32>,
 }
 

@@ -4,7 +4,7 @@ use super::source::WeightSource;
 use crate::backend::{WeightData, WeightPart};
 use crate::error::EngineError;
 use infernix_artifact::{Artifact, Binding, Object};
-use infernix_formats::{Format, Layout};
+use infernix_formats::{Encoded, Format, Layout};
 use infernix_model::{Component, ModelConfig};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -118,9 +118,14 @@ impl WeightSource for ArtifactSource {
     fn input_scale(&self, name: &str) -> Option<f32> {
         let directory = self.artifact.directory();
         let uses = directory.uses.iter().filter(|u| u.parameter == name);
-        let id = uses.flat_map(|u| u.auxiliaries.get("activation_input_scale")).next()?;
-        let bytes = self.artifact.bytes(self.object(name, id).ok()?).ok()?;
-        Some(f32::from_le_bytes((*bytes).get(..4)?.try_into().ok()?))
+        // Both conventions follow the weight's own: a multiplier beside a multiplier, a divisor beside a divisor.
+        let roles = ["activation_input_scale", "activation_input_divisor"];
+        let id = uses.flat_map(|u| roles.iter().find_map(|r| u.auxiliaries.get(*r))).next()?;
+        let part = self.part(name, id, None).ok()?;
+        let mut value = [0f32];
+        let e = Encoded::new(part.layout, part.format, &part.shape, (*part.bytes).as_ref()).ok()?;
+        e.rows(0..1).ok()?.decode_f32(&mut value).ok()?;
+        Some(value[0])
     }
 
     fn default_expert_activation(&self) -> u32 {
@@ -132,6 +137,7 @@ impl WeightSource for ArtifactSource {
         let text = directory.components.get("text").map(|t| &t.config);
         match of(text).or_else(|| of(directory.metadata.as_ref())) {
             Some(4) => 4,
+            Some(8) => 8,
             _ => 16,
         }
     }

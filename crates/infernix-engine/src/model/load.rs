@@ -5,7 +5,7 @@ use super::{Draft, DraftInput, End, FeedForward, Layer, Mixer, Model, Skeleton};
 use crate::backend::{
     Activation, ActivationPolicy, AttentionWeights, Backend, ExpertData, ExpertSpec, GateKind, GdnDims,
     GdnWeights, HyperWeights, IndexDims, IndexerWeights, MlpWeights, MoeWeights, Part, PleWeights, RopeTable,
-    Site, WeightSpec,
+    Site, WeightData, WeightSpec,
 };
 use crate::error::EngineError;
 use crate::state::{AttentionLayout, KvFormat, PleLayout, StateLayout};
@@ -40,6 +40,7 @@ pub fn load<B: Backend>(
         c: &config,
         rope,
         options,
+        nvfp4_experts: has_nvfp4_experts(source),
         gdn: 0,
         attention: 0,
         ple: 0,
@@ -58,6 +59,14 @@ pub fn load<B: Backend>(
     l.bind.check(components)?;
     let backend = l.backend;
     Ok(Model { backend, config, embed, head, layers, end, draft, layout })
+}
+
+fn has_nvfp4_experts(source: &dyn WeightSource) -> bool {
+    let name = "text/layers/0/moe/experts";
+    source.contains(name)
+        && source
+            .weight(name)
+            .is_ok_and(|w| w.parts.iter().any(|p| matches!(p.format, Format::Nvfp4 | Format::Nvfp4Mul)))
 }
 
 fn layout(c: &ModelConfig, drafter: bool) -> StateLayout {
@@ -116,6 +125,7 @@ struct Loader<'s, B: Backend> {
     c: &'s ModelConfig,
     rope: Arc<RopeTable>,
     options: LoadOptions,
+    nvfp4_experts: bool,
     gdn: usize,
     attention: usize,
     ple: usize,
@@ -130,28 +140,25 @@ impl<B: Backend> Loader<'_, B> {
         self.c.hyper.as_ref().map_or(1, |h| h.streams as usize)
     }
 
-    fn spec(&self, name: &str, usage: Use) -> WeightSpec {
-        let input_scale = self.bind.source().input_scale(name);
+    /// `names`: the parameters that make up `data`; 4-bit products need NVFP4 words and one input scale for all of them.
+    fn spec(&self, name: &str, names: &[&str], data: &WeightData, usage: Use) -> WeightSpec {
+        let mut scales = names.iter().map(|n| self.bind.source().input_scale(n));
+        let first = scales.next().flatten();
+        let nvfp4 = data.parts.iter().all(|p| matches!(p.format, Format::Nvfp4 | Format::Nvfp4Mul));
+        let input_scale = first.filter(|_| nvfp4 && scales.all(|s| s == first));
         let activation = match self.options.activations {
             _ if usage == Use::Exact => Activation::A16,
             // With routed NVFP4 experts only the experts change width.
-            ActivationPolicy::A8 if !self.has_nvfp4_experts() => Activation::A8,
+            ActivationPolicy::A8 if !self.nvfp4_experts => Activation::A8,
             ActivationPolicy::A4 if input_scale.is_some() => Activation::A4,
             _ => Activation::A16,
         };
         WeightSpec { name: name.to_owned(), activation, input_scale }
     }
 
-    fn has_nvfp4_experts(&self) -> bool {
-        matches!(self.c.ffn, Ffn::Moe(_))
-            && self.bind.source().weight("text/layers/0/moe/experts").is_ok_and(|w| {
-                w.parts.first().is_some_and(|p| matches!(p.format, Format::Nvfp4 | Format::Nvfp4Mul))
-            })
-    }
-
     fn matrix(&mut self, name: &str, shape: &[usize], usage: Use) -> Result<B::Weight, EngineError> {
         let data = self.bind.take(name, shape)?;
-        let spec = self.spec(name, usage);
+        let spec = self.spec(name, &[name], &data, usage);
         self.backend.weight(&spec, data)
     }
 
@@ -209,14 +216,9 @@ impl<B: Backend> Loader<'_, B> {
         let (keys, values) = ((g.key_heads * g.key_dim) as usize, nv * g.value_dim as usize);
         let names = [("q", keys), ("k", keys), ("v", values)].map(|(p, n)| (format!("{name}/{p}"), n));
         let qkv = self.bind.take_stacked(&names, h)?;
-        let spec = WeightSpec { input_scale: None, ..self.spec(&names[0].0, Use::Linear) };
-        let spec = if spec.activation == Activation::A4 {
-            // Stacked parts may have scales of their own; the 4-bit route takes them apart only for single parameters.
-            WeightSpec { activation: Activation::A16, ..spec }
-        } else {
-            spec
-        };
-        let qkv = self.backend.weight(&WeightSpec { name: format!("{name}/qkv"), ..spec }, qkv)?;
+        let parameters: Vec<&str> = names.iter().map(|n| n.0.as_str()).collect();
+        let spec = self.spec(&format!("{name}/qkv"), &parameters, &qkv, Use::Linear);
+        let qkv = self.backend.weight(&spec, qkv)?;
         let state = self.gdn;
         self.gdn += 1;
         Ok(GdnWeights {
@@ -317,9 +319,11 @@ impl<B: Backend> Loader<'_, B> {
         let activation = match self.options.activations {
             ActivationPolicy::A8 => Activation::A8,
             ActivationPolicy::A4 if four => Activation::A4,
-            ActivationPolicy::Artifact if four && self.bind.source().default_expert_activation() == 4 => {
-                Activation::A4
-            }
+            ActivationPolicy::Artifact => match self.bind.source().default_expert_activation() {
+                4 if four => Activation::A4,
+                8 => Activation::A8,
+                _ => Activation::A16,
+            },
             _ => Activation::A16,
         };
         let spec =

@@ -23,12 +23,12 @@ pub trait WeightSource {
     /// Its words.
     fn weight(&self, name: &str) -> Result<WeightData, EngineError>;
 
-    /// Calibrated input scale of a dense linear, if it has one.
+    /// Calibrated input scale of a linear in the convention of its weight (multiplier or divisor), if it has one.
     fn input_scale(&self, _name: &str) -> Option<f32> {
         None
     }
 
-    /// Bits of expert activations that the checkpoint specifies (4 or 16).
+    /// Bits of expert activations that the checkpoint specifies (4, 8 or 16).
     fn default_expert_activation(&self) -> u32 {
         16
     }

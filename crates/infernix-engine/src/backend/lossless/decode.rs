@@ -71,6 +71,36 @@ fn numerators<'a>(e: &Encoded<'a>, rows: std::ops::Range<u64>) -> Result<(Rows<'
     Ok((rows, f64::from(divisor)))
 }
 
+/// NVFP4 rows as integers `2 code x 512 scale` (below 2^22), with the scale of each row's part.
+pub(super) struct Integers {
+    pub values: Vec<i32>,
+    pub global: Vec<f32>,
+    pub divides: bool,
+}
+
+/// An NVFP4 weight for the canonical 4-bit product; `None` for another format.
+pub(super) fn integers(data: &WeightData) -> Option<Integers> {
+    let mut out = Integers { values: Vec::new(), global: Vec::new(), divides: false };
+    for part in &data.parts {
+        let e = Encoded::new(part.layout, part.format, &part.shape, (*part.bytes).as_ref()).ok()?;
+        let (step, k) = (part.layout.row_step(), e.row_shape().ok()?.k);
+        let wide =
+            part.rows.start / step * step..part.rows.end.next_multiple_of(step).min(e.row_shape().ok()?.rows);
+        out.divides = match part.format {
+            Format::Nvfp4 => true,
+            Format::Nvfp4Mul => false,
+            _ => return None,
+        };
+        let (rows, global) = numerators(&e, wide.clone()).ok()?;
+        let mut values = vec![0f64; ((wide.end - wide.start) * k) as usize];
+        rows.decode_f64(&mut values).ok()?;
+        let cut = ((part.rows.start - wide.start) * k) as usize..((part.rows.end - wide.start) * k) as usize;
+        out.values.extend(values[cut].iter().map(|v| (v * 1024.0) as i32));
+        out.global.extend((part.rows.start..part.rows.end).map(|_| global as f32));
+    }
+    Some(out)
+}
+
 /// Global scales of a bank's expert: gate, up, down (1 where the format has none).
 pub(super) fn bank_globals(shape: &BankShape, format: Format, bytes: &[u8], expert: usize) -> [f32; 3] {
     if format == Format::Fp8Block128 {

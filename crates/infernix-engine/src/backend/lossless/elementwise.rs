@@ -4,9 +4,9 @@ use super::gemm::Products;
 use super::{Lossless, Mat, U, Weight, decode};
 use crate::backend::{Activation, At, Boundary, NormSpec, Op, Tokens};
 use crate::ngram::NgramTicket;
-use crate::numerics::a8;
 use crate::numerics::dd::{Dd, Real};
 use crate::numerics::round::Target;
+use crate::numerics::{a8, w4a4};
 use std::cell::OnceCell;
 
 /// `1 / sqrt(mean(x^2) + eps)`; within `(n/2 + 3)` units in f64.
@@ -62,6 +62,9 @@ impl Lossless {
     }
 
     pub(super) fn linear_op(&self, x: &Mat, w: &Weight, out: Boundary, at: At<'_>) -> Mat {
+        if w.spec.activation == Activation::A4 {
+            return self.linear_a4(x, w, out, at);
+        }
         let packed = w.packed();
         let groups = x.width / packed.k;
         let mut wide = x.wide();
@@ -77,6 +80,25 @@ impl Lossless {
                     let (v, b) = p.get(row, i);
                     *o = r.round(g * n + i, v, b, || p.exact(row, i));
                 }
+            }
+        })
+    }
+
+    /// The canonical 4-bit product of `numerics::w4a4`; only its BF16 rounding follows the backend's rounding.
+    fn linear_a4(&self, x: &Mat, w: &Weight, out: Boundary, at: At<'_>) -> Mat {
+        let Some(m) = w.integers() else { return Mat::new(x.rows, 0) };
+        let (n, k) = (m.global.len(), x.width);
+        let scale = |v: f32| if m.divides { w4a4::Scale::Divisor(v) } else { w4a4::Scale::Multiplier(v) };
+        let input = scale(w.spec.input_scale.unwrap_or(1.0));
+        self.map_rows_as(self.target(out), x.rows, n, at, |t, r, out| {
+            let a = w4a4::quantise(x.row(t), input);
+            for (i, (o, row)) in out.iter_mut().zip(m.values.chunks_exact(k)).enumerate() {
+                let mut sum = 0i64;
+                for ((w, c), s) in row.chunks_exact(16).zip(a.codes2.chunks_exact(16)).zip(&a.scales) {
+                    let p: i64 = w.iter().zip(c).map(|(w, c)| i64::from(*w) * i64::from(*c)).sum();
+                    sum += p * i64::from(*s);
+                }
+                *o = r.exact(i, f64::from(w4a4::finish(sum, w4a4::combine(scale(m.global[i]), input))));
             }
         })
     }

@@ -75,6 +75,7 @@ pub struct Weight {
     cache: Arc<AtomicUsize>,
     packed: Mutex<Option<Arc<Packed>>>,
     values: OnceLock<Exact>,
+    integers: OnceLock<Option<decode::Integers>>,
 }
 
 impl Weight {
@@ -94,6 +95,11 @@ impl Weight {
             *slot = Some(p.clone());
         }
         p
+    }
+
+    /// Integer operands of the canonical 4-bit product.
+    fn integers(&self) -> Option<&decode::Integers> {
+        self.integers.get_or_init(|| decode::integers(&self.data)).as_ref()
     }
 
     fn small(&self) -> &Exact {
@@ -214,11 +220,18 @@ impl Backend for Lossless {
             cache: self.cache.clone(),
             packed: Mutex::new(None),
             values: OnceLock::new(),
+            integers: OnceLock::new(),
         };
         // Decoding one row of each part proves that the rest will decode: lengths and shapes are the same.
         let mut probe = w.data.clone();
         probe.parts.iter_mut().for_each(|p| p.rows.end = p.rows.end.min(p.rows.start + 1));
         decode::weight(&spec.name, &probe)?;
+        if spec.activation == Activation::A4
+            && (spec.input_scale.is_none() || decode::integers(&probe).is_none())
+        {
+            let what = "4-bit activations need NVFP4 words and an input scale".to_owned();
+            return Err(EngineError::Weight { name: spec.name.clone(), what });
+        }
         Ok(w)
     }
 

@@ -1,0 +1,257 @@
+//! The CPU backend on whole models: nothing about a call changes a bit, and it stays as close to the lossless backend as
+//! rounding allows.
+
+mod common;
+
+use common::*;
+use infernix_engine::backend::cpu::isa::Isa;
+use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
+use infernix_engine::backend::lossless::LosslessOptions;
+use infernix_engine::backend::{ActivationPolicy, Backend, CallKind};
+use infernix_engine::driver::{Driver, DriverOptions, LaneInput, Sequence, Want};
+use infernix_engine::model::{ArtifactSource, LoadOptions, MemorySource, WeightSource, load};
+use infernix_engine::ngram::{MemoryRows, Ngram, NgramOptions, open_ngram};
+use infernix_engine::numerics::round::{Rounding, mix};
+use infernix_engine::state::KvFormat;
+use infernix_model::Component;
+use std::sync::Arc;
+
+/// A checkpoint in memory or an artifact.
+enum Model {
+    Plain(MemorySource, Option<MemoryRows>),
+    Artifact(Arc<infernix_artifact::Artifact>),
+}
+
+impl Model {
+    fn plain(name: &str) -> Option<Self> {
+        let (source, table) = plain_checkpoint(&shared(name)?);
+        Some(Model::Plain(source, table))
+    }
+
+    fn driver<B: Backend>(
+        &self,
+        backend: B,
+        activations: ActivationPolicy,
+        options: DriverOptions,
+    ) -> Driver<B> {
+        match self {
+            Model::Plain(source, table) => {
+                let drafter = source.has_component(Component::Mtp);
+                let model = load(backend, source, LoadOptions { drafter, activations }).unwrap();
+                let ngram = table.as_ref().map(|t| {
+                    let ple = model.config.ple.clone().unwrap();
+                    let o = NgramOptions { threads: 0, cache_bytes: 0 };
+                    let rows = MemoryRows::new(ple.row_width() as usize, all_rows(t));
+                    Ngram::new(&ple, model.config.vocab, Box::new(rows), o).unwrap()
+                });
+                Driver::new(model, ngram, options).unwrap()
+            }
+            Model::Artifact(a) => {
+                let source = ArtifactSource::new(a.clone()).unwrap();
+                let drafter = source.has_component(Component::Mtp);
+                let model = load(backend, &source, LoadOptions { drafter, activations }).unwrap();
+                let ngram = open_ngram(a, None, NgramOptions { threads: 2, cache_bytes: 1 << 20 }).unwrap();
+                Driver::new(model, ngram.map(|n| n.0), options).unwrap()
+            }
+        }
+    }
+
+    fn cpu(
+        &self,
+        isa: Isa,
+        threads: usize,
+        activations: ActivationPolicy,
+        kv: KvFormat,
+    ) -> Driver<CpuBackend> {
+        let backend = CpuBackend::new(CpuOptions { threads, threads_batch: 0, isa: Some(isa) });
+        self.driver(backend, activations, DriverOptions { tokens: 4096, sequences: 4, kv })
+    }
+}
+
+fn all_rows(t: &MemoryRows) -> Vec<f32> {
+    use infernix_engine::ngram::RowSource;
+    let mut v = vec![0f32; t.rows() as usize * t.width()];
+    for (r, out) in v.chunks_exact_mut(t.width()).enumerate() {
+        t.read(r as u64, out).unwrap();
+    }
+    v
+}
+
+fn ids(vocab: u64, n: usize, seed: u64) -> Vec<u32> {
+    (0..n as u64)
+        .map(|i| (mix(seed.wrapping_mul(1_000_003).wrapping_add(i)) % vocab.min(4000)) as u32)
+        .collect()
+}
+
+fn whole<B: Backend>(d: &mut Driver<B>, ids: &[u32]) -> Vec<Vec<f32>> {
+    let mut s = d.open(7).unwrap();
+    let out = d.prefill(&mut s, ids, Want::All).unwrap().logits;
+    d.close(s);
+    out
+}
+
+fn same(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
+}
+
+fn pieces(d: &mut Driver<CpuBackend>, s: &mut Sequence, ids: &[u32], seed: u64) -> Vec<Vec<f32>> {
+    let mut out = Vec::new();
+    let mut r = seed;
+    let mut dice = |n: u64| {
+        r = mix(r.wrapping_add(0x9E37_79B9_7F4A_7C15));
+        r % n
+    };
+    while out.len() < ids.len() {
+        let left = ids.len() - out.len();
+        if dice(3) == 0 {
+            let n = (1 + dice(60) as usize).min(left);
+            out.extend(d.prefill(s, &ids[s.len()..s.len() + n], Want::All).unwrap().logits);
+            continue;
+        }
+        let (good, bad) = ((1 + dice(3) as usize).min(left), dice(3) as usize);
+        let mut columns = ids[s.len()..s.len() + good].to_vec();
+        columns.extend((0..bad).map(|_| dice(1000) as u32));
+        if dice(2) == 0 && d.model.draft.is_some() && !s.is_empty() {
+            d.draft(s, columns[0], 2, infernix_engine::driver::argmax).unwrap();
+        }
+        let logits = d.verify(s, &columns).unwrap();
+        d.commit(s, good).unwrap();
+        out.extend(logits.into_iter().take(good));
+    }
+    out
+}
+
+fn invariant(name: &str, model: &Model, activations: ActivationPolicy, kv: KvFormat) {
+    let mut d = model.cpu(Isa::detect(), 2, activations, kv);
+    let text = ids(d.model.config.vocab, 300, 5);
+    let want = whole(&mut d, &text);
+    assert!(want.iter().flatten().all(|v| v.is_finite()), "{name}: logits are not numbers");
+    for seed in 0..2 {
+        let mut s = d.open(7).unwrap();
+        let got = pieces(&mut d, &mut s, &text, seed);
+        for (t, (a, b)) in got.iter().zip(&want).enumerate() {
+            assert!(same(a, b), "{name}: row {t} of run {seed} differs");
+        }
+        d.close(s);
+    }
+    // Batched with others.
+    let other = ids(d.model.config.vocab, 50, 9);
+    let mut open = [d.open(0).unwrap(), d.open(7).unwrap()];
+    for (kind, from, to) in [(CallKind::Prefill, 0, 47), (CallKind::Decode, 47, 50)] {
+        let [a, b] = &mut open;
+        let mut lanes = [
+            LaneInput { sequence: a, ids: &other[from..to], want: Want::All },
+            LaneInput { sequence: b, ids: &text[from..to], want: Want::All },
+        ];
+        let out = d.run(kind, &mut lanes).unwrap();
+        for (j, l) in out[1].logits.iter().enumerate() {
+            assert!(same(l, &want[from + j]), "{name}: row {} in a batch", from + j);
+        }
+    }
+    open.into_iter().for_each(|s| d.close(s));
+    // Other threads and instruction sets.
+    let short = &text[..40];
+    for isa in Isa::ALL.into_iter().filter(|i| i.available()) {
+        for threads in [1, 3] {
+            let got = whole(&mut model.cpu(isa, threads, activations, kv), short);
+            assert!(got.iter().zip(&want).all(|(a, b)| same(a, b)), "{name}: {isa} with {threads} threads");
+        }
+    }
+}
+
+fn kld(p: &[f32], q: &[f32]) -> f64 {
+    let log_softmax = |x: &[f32]| {
+        let m = x.iter().copied().fold(f32::MIN, f32::max);
+        let s: f64 = x.iter().map(|v| f64::from(v - m).exp()).sum();
+        x.iter().map(|v| f64::from(v - m) - s.ln()).collect::<Vec<f64>>()
+    };
+    let (p, q) = (log_softmax(p), log_softmax(q));
+    p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
+}
+
+/// Median relative L2 and mean KLD of CPU logits from lossless ones, against honest rounding's.
+fn close(name: &str, model: &Model, activations: ActivationPolicy, text: &[u32]) {
+    let options = || DriverOptions { tokens: 4096, sequences: 2, kv: KvFormat::Bf16 };
+    let lossless = |rounding| {
+        let b = infernix_engine::backend::lossless::Lossless::new(LosslessOptions {
+            rounding,
+            ..Default::default()
+        });
+        whole(&mut model.driver(b, activations, options()), text)
+    };
+    let want = lossless(Rounding::Nearest);
+    let honest = lossless(Rounding::Stochastic(1));
+    let got = whole(&mut model.cpu(Isa::detect(), 2, activations, KvFormat::Bf16), text);
+    let l2 = |x: &[f32], y: &[f32]| {
+        let d: f64 = x.iter().zip(y).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+        (d / y.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>()).sqrt()
+    };
+    let mut rel: Vec<f64> = got.iter().zip(&want).map(|(a, b)| l2(a, b)).collect();
+    rel.sort_by(f64::total_cmp);
+    let mean = |x: &[Vec<f32>]| x.iter().zip(&want).map(|(a, b)| kld(b, a)).sum::<f64>() / want.len() as f64;
+    let (ours, theirs) = (mean(&got), mean(&honest));
+    let argmax = |x: &[f32]| infernix_engine::driver::argmax(x);
+    let agree = got.iter().zip(&want).filter(|(a, b)| argmax(a) == argmax(b)).count();
+    eprintln!(
+        "{name}: median relative L2 {:.2e}, worst {:.2e}; mean KLD {ours:.2e}, honest rounding {theirs:.2e}; argmax {agree} of {}",
+        rel[rel.len() / 2],
+        rel[rel.len() - 1],
+        want.len()
+    );
+    assert!(rel[rel.len() / 2] <= 1e-2, "{name}");
+    assert!(ours <= 1.1 * theirs, "{name}: {ours:e} against {theirs:e}");
+}
+
+/// Text the models were trained on, if the reference holds its ids; else random ids.
+fn trained(name: &str) -> Option<Vec<u32>> {
+    let path = shared(&format!("models/refs/{name}"))?;
+    let file = std::fs::read_dir(path)
+        .ok()?
+        .flatten()
+        .map(|e| e.path())
+        .find(|p| p.extension().is_some_and(|e| e == "safetensors"))?;
+    let r = Reference::open(&file);
+    let mut ids = r.ids("input_ids");
+    ids.truncate(256);
+    Some(ids)
+}
+
+#[test]
+fn dense_demo_changes_no_bit_with_the_call_and_stays_close_to_lossless() {
+    let Some(m) = Model::plain("models/dense-demo-bf16") else { return };
+    invariant("dense", &m, ActivationPolicy::Artifact, KvFormat::Bf16);
+    let text = trained("dense-demo-bf16").unwrap_or_else(|| ids(4000, 256, 3));
+    close("dense", &m, ActivationPolicy::Artifact, &text);
+}
+
+#[test]
+fn flash_demo_changes_no_bit_with_the_call_and_stays_close_to_lossless() {
+    let Some(m) = Model::plain("models/flash-demo-bf16") else { return };
+    invariant("flash", &m, ActivationPolicy::Artifact, KvFormat::Bf16);
+    invariant("flash int8 KV", &m, ActivationPolicy::Artifact, KvFormat::Int8);
+    let text = trained("flash-demo-bf16").unwrap_or_else(|| ids(4000, 256, 3));
+    close("flash", &m, ActivationPolicy::Artifact, &text);
+}
+
+#[test]
+fn expert_model_changes_no_bit_with_the_call_and_stays_close_to_lossless() {
+    let Some(m) = Model::plain("reference/tiny_models/moe4") else { return };
+    invariant("moe4", &m, ActivationPolicy::Artifact, KvFormat::Bf16);
+    close("moe4", &m, ActivationPolicy::Artifact, &ids(4000, 200, 3));
+}
+
+#[test]
+fn nvfp4_demo_changes_no_bit_with_the_call_in_any_expert_arithmetic() {
+    let Some(path) = shared("models/flash-demo-nvfp4") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let m = Model::Artifact(converted(&path, folder.path()));
+    for (name, policy) in [
+        ("W4A4", ActivationPolicy::Artifact),
+        ("16 bits", ActivationPolicy::A16),
+        ("8 bits", ActivationPolicy::A8),
+    ] {
+        invariant(name, &m, policy, KvFormat::Bf16);
+        let text = trained("flash-demo-nvfp4").unwrap_or_else(|| ids(4000, 256, 3));
+        close(name, &m, policy, &text);
+    }
+}
