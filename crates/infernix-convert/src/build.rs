@@ -7,7 +7,9 @@ use std::sync::Arc;
 use infernix_artifact::{Binding, Draft, DraftObject, LayoutOptions, ObjectKind};
 use infernix_checkpoint::{OpenOptions, Scheme};
 use infernix_formats::{Format, Layout, encoded_size};
-use infernix_model::{Class, Component, ModelConfig, NameStyle, Parameter, Source, parameters, source_prefix};
+use infernix_model::{
+    Class, Component, ModelConfig, NameStyle, Parameter, Source, parameters, source_prefix,
+};
 use serde_json::{Map, Value, json};
 
 use crate::ConvertError;
@@ -48,7 +50,11 @@ pub fn plan(options: &ConvertOptions) -> Result<Plan, ConvertError> {
         if main && !options.sources.iter().any(|s| s.role == "base" || s.role == "quantized") {
             return Err(ConvertError::Source {
                 role: source.role.clone(),
-                reason: format!("recipe {} needs it; it is known as {}", options.recipe.name, source.repositories.join(", ")),
+                reason: format!(
+                    "recipe {} needs it; it is known as {}",
+                    options.recipe.name,
+                    source.repositories.join(", ")
+                ),
             });
         }
     }
@@ -119,13 +125,19 @@ pub(crate) struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn new(options: &'a ConvertOptions, sources: &'a Arc<Sources>, config: &'a ModelConfig) -> Result<Self, ConvertError> {
+    fn new(
+        options: &'a ConvertOptions,
+        sources: &'a Arc<Sources>,
+        config: &'a ModelConfig,
+    ) -> Result<Self, ConvertError> {
         let present = components_present(sources, config);
         let mut warnings = Vec::new();
         let components = match &options.components {
             Some(list) => {
                 if !list.contains(&Component::Text) {
-                    return Err(ConvertError::Option("--components: text is always part of an artifact; add it".into()));
+                    return Err(ConvertError::Option(
+                        "--components: text is always part of an artifact; add it".into(),
+                    ));
                 }
                 for c in list {
                     let described = match c {
@@ -134,18 +146,28 @@ impl<'a> Builder<'a> {
                         Component::Mtp => config.mtp,
                     };
                     if !described {
-                        return Err(ConvertError::Option(format!("--components: config.json describes no {c}; leave it out")));
+                        return Err(ConvertError::Option(format!(
+                            "--components: config.json describes no {c}; leave it out"
+                        )));
                     }
                 }
-                [Component::Text, Component::Mtp, Component::Vision].into_iter().filter(|c| list.contains(c)).collect()
+                [Component::Text, Component::Mtp, Component::Vision]
+                    .into_iter()
+                    .filter(|c| list.contains(c))
+                    .collect()
             }
             None => {
-                for (c, described) in [(Component::Vision, config.vision.is_some()), (Component::Mtp, config.mtp)] {
+                for (c, described) in
+                    [(Component::Vision, config.vision.is_some()), (Component::Mtp, config.mtp)]
+                {
                     if described && !present.contains(&c) {
                         warnings.push(format!("component {c} is omitted: config.json describes it, but no source has its tensors"));
                     }
                 }
-                [Component::Text, Component::Mtp, Component::Vision].into_iter().filter(|c| present.contains(c)).collect()
+                [Component::Text, Component::Mtp, Component::Vision]
+                    .into_iter()
+                    .filter(|c| present.contains(c))
+                    .collect()
             }
         };
         for source in sources.list() {
@@ -153,7 +175,9 @@ impl<'a> Builder<'a> {
             warnings.extend(source.checkpoint.cross_check()?.iter().map(ToString::to_string));
         }
         if !sources.data_present() {
-            warnings.push("some shards hold only their header: this is a plan, a conversion needs the data".into());
+            warnings.push(
+                "some shards hold only their header: this is a plan, a conversion needs the data".into(),
+            );
         }
         Ok(Self {
             options,
@@ -175,17 +199,21 @@ impl<'a> Builder<'a> {
     }
 
     fn recipe_fits(&self) -> Result<(), ConvertError> {
-        self.options.recipe.check_architecture(self.config.architecture, &crate::classes::of(self.config.architecture))
+        self.options
+            .recipe
+            .check_architecture(self.config.architecture, &crate::classes::of(self.config.architecture))
     }
 
     /// The rule for a parameter with that source.
     pub(crate) fn rule(&self, p: &Parameter, scheme: &str) -> Result<&'a Rule, ConvertError> {
-        self.options.recipe.rule(p.class, p.component, p.layer, scheme).ok_or_else(|| ConvertError::UncoveredParameter {
-            recipe: self.options.recipe.name.clone(),
-            parameter: p.name.clone(),
-            class: p.class.name().to_owned(),
-            component: p.component.name().to_owned(),
-            scheme: scheme.to_owned(),
+        self.options.recipe.rule(p.class, p.component, p.layer, scheme).ok_or_else(|| {
+            ConvertError::UncoveredParameter {
+                recipe: self.options.recipe.name.clone(),
+                parameter: p.name.clone(),
+                class: p.class.name(),
+                component: p.component.name(),
+                scheme: scheme.to_owned(),
+            }
         })
     }
 
@@ -202,7 +230,8 @@ impl<'a> Builder<'a> {
     fn place(&mut self, p: &Parameter) -> Result<(), ConvertError> {
         match &p.source {
             Source::Tensor { name, shape, rows } => {
-                let Some((source, weight)) = self.sources.locate(name, p.component, self.role(p), false)? else {
+                let Some((source, weight)) = self.sources.locate(name, p.component, self.role(p), false)?
+                else {
                     if !p.optional {
                         self.missing.push(name.clone());
                     }
@@ -236,7 +265,10 @@ impl<'a> Builder<'a> {
 
     fn place_experts(&mut self, p: &Parameter, prefix: &str) -> Result<(), ConvertError> {
         self.flush_groups()?;
-        let Some(experts) = ExpertSource::find(self.sources, p, prefix, self.role(p), &mut self.missing)? else { return Ok(()) };
+        let Some(experts) = ExpertSource::find(self.sources, p, prefix, self.role(p), &mut self.missing)?
+        else {
+            return Ok(());
+        };
         let scheme = experts.scheme;
         let rule = self.rule(p, scheme_name(scheme).unwrap_or("other"))?;
         let storage = decide(&p.name, &experts.file, &experts.example, scheme, rule, !experts.fused)?;
@@ -248,7 +280,7 @@ impl<'a> Builder<'a> {
                 tensor: experts.example.clone(),
                 expected: format!("an input scale for 4-bit activations ({} asks for them)", rule.origin()),
                 found: scheme.to_string(),
-                advice: "use a recipe for weight-only experts, or `auto`".into(),
+                advice: "use a recipe for weight-only experts, or `auto`",
             });
         }
         if p.component == Component::Text {
@@ -280,7 +312,8 @@ impl<'a> Builder<'a> {
             let content = experts.parent(prefix, down, e, h, i);
             let shape = vec![rows, k];
             check_columns(&name, &storage, &shape)?;
-            let object = self.push_object(p.component, shape.clone(), storage, vec![name.clone()], content)?;
+            let object =
+                self.push_object(p.component, shape.clone(), storage, vec![name.clone()], content)?;
             self.uses.add(p, &name, &storage, scheme, activation, None);
             self.bind(p, name, shape, vec![(object, 0, rows * k)]);
         }
@@ -288,14 +321,25 @@ impl<'a> Builder<'a> {
     }
 
     fn place_input_scales(&mut self, p: &Parameter, prefix: &str) -> Result<(), ConvertError> {
-        let Some(experts) = ExpertSource::find(self.sources, p, prefix, self.role(p), &mut self.missing)? else { return Ok(()) };
+        let Some(experts) = ExpertSource::find(self.sources, p, prefix, self.role(p), &mut self.missing)?
+        else {
+            return Ok(());
+        };
         if !experts.scheme.has_input_scale() {
             return Ok(());
         }
         let rule = self.rule(p, "fp32")?;
-        let storage = decide(&p.name, &experts.file, &experts.example, Scheme::Plain(infernix_checkpoint::Dtype::F32), rule, false)?;
+        let storage = decide(
+            &p.name,
+            &experts.file,
+            &experts.example,
+            Scheme::Plain(infernix_checkpoint::Dtype::F32),
+            rule,
+            false,
+        )?;
         let content = Content::ExpertInputScales { source: experts.source, prefix: prefix.to_owned() };
-        let object = self.push_object(p.component, p.shape.clone(), storage, vec![p.name.clone()], content)?;
+        let object =
+            self.push_object(p.component, p.shape.clone(), storage, vec![p.name.clone()], content)?;
         self.bind(p, p.name.clone(), p.shape.clone(), vec![(object, 0, p.shape.iter().product())]);
         Ok(())
     }
@@ -325,7 +369,8 @@ impl<'a> Builder<'a> {
         if rule.target != crate::recipe::Target::Stored {
             return Err(ConvertError::Recipe {
                 recipe: rule.origin().to_owned(),
-                reason: "the n-gram table can only be stored as the source has it (format = \"stored\")".into(),
+                reason: "the n-gram table can only be stored as the source has it (format = \"stored\")"
+                    .into(),
             });
         }
         let role = self.role(p);
@@ -338,7 +383,9 @@ impl<'a> Builder<'a> {
                 crate::plan::NgramTarget::Write(path) | crate::plan::NgramTarget::Reuse(path) => path.clone(),
             };
             let reuse = matches!(self.options.ngram, crate::plan::NgramTarget::Reuse(_));
-            self.ngram.get_or_insert_with(|| NgramPlan::new(path, reuse)).push(table, self.sources.main_path())?;
+            self.ngram
+                .get_or_insert_with(|| NgramPlan::new(path, reuse))
+                .push(table, self.sources.main_path())?;
         }
         Ok(())
     }
@@ -366,7 +413,14 @@ impl<'a> Builder<'a> {
                         }
                     }),
                 };
-                self.uses.add(&m.parameter, &m.parameter.name, &storage, weight.scheme(), m.activation, auxiliary);
+                self.uses.add(
+                    &m.parameter,
+                    &m.parameter.name,
+                    &storage,
+                    weight.scheme(),
+                    m.activation,
+                    auxiliary,
+                );
                 let parts = m.parts.iter().map(|(a, b)| (object, *a, *b)).collect();
                 self.bind(&m.parameter, m.parameter.name.clone(), m.parameter.shape.clone(), parts);
             }
@@ -394,10 +448,11 @@ impl<'a> Builder<'a> {
         parameters: Vec<String>,
         content: Content,
     ) -> Result<usize, ConvertError> {
-        let bytes = encoded_size(storage.layout, storage.format, &shape).map_err(|source| ConvertError::Format {
-            what: parameters.first().cloned().unwrap_or_default(),
-            source,
-        })?;
+        let bytes =
+            encoded_size(storage.layout, storage.format, &shape).map_err(|source| ConvertError::Format {
+                what: parameters.first().cloned().unwrap_or_default(),
+                source: Box::new(source),
+            })?;
         self.objects.push(PlannedObject {
             id: String::new(),
             parameters,
@@ -414,7 +469,13 @@ impl<'a> Builder<'a> {
         Ok(self.objects.len() - 1)
     }
 
-    pub(crate) fn bind(&mut self, p: &Parameter, name: String, shape: Vec<u64>, parts: Vec<(usize, u64, u64)>) {
+    pub(crate) fn bind(
+        &mut self,
+        p: &Parameter,
+        name: String,
+        shape: Vec<u64>,
+        parts: Vec<(usize, u64, u64)>,
+    ) {
         self.placed.push(Placed { name, class: p.class, component: p.component, shape, parts });
     }
 
@@ -444,7 +505,10 @@ impl<'a> Builder<'a> {
                 self.ignored.push(Ignored { tensor: name.to_owned(), reason });
             }
             for t in source.checkpoint.unindexed() {
-                self.ignored.push(Ignored { tensor: t.name.to_string(), reason: "the index does not name it".into() });
+                self.ignored.push(Ignored {
+                    tensor: t.name.to_string(),
+                    reason: "the index does not name it".into(),
+                });
             }
             for t in source.checkpoint.ignored() {
                 self.ignored.push(Ignored { tensor: t.tensor.name.to_string(), reason: t.reason.clone() });
@@ -470,7 +534,9 @@ impl<'a> Builder<'a> {
         }
         let base = name.rsplit_once(".weight").map_or(name, |(base, _)| base);
         for (index, source) in sources.list().iter().enumerate() {
-            if index != main && (source.checkpoint.get(name).is_some() || source.checkpoint.resolve(base)?.is_some()) {
+            if index != main
+                && (source.checkpoint.get(name).is_some() || source.checkpoint.resolve(base)?.is_some())
+            {
                 return Ok(Some(&source.spec.role));
             }
         }
@@ -499,14 +565,19 @@ impl<'a> Builder<'a> {
                 let id = |o: usize| self.objects[o].id.clone();
                 let binding = match &p.parts[..] {
                     [(o, 0, end)]
-                        if self.objects[*o].shape == p.shape && *end == self.objects[*o].shape.iter().product::<u64>() =>
+                        if self.objects[*o].shape == p.shape
+                            && *end == self.objects[*o].shape.iter().product::<u64>() =>
                     {
                         Binding::Whole { object: id(*o) }
                     }
                     parts => Binding::Parts(
                         parts
                             .iter()
-                            .map(|(o, a, b)| infernix_artifact::BindingPart { object: id(*o), begin: *a, end: *b })
+                            .map(|(o, a, b)| infernix_artifact::BindingPart {
+                                object: id(*o),
+                                begin: *a,
+                                end: *b,
+                            })
                             .collect(),
                     ),
                 };
@@ -536,13 +607,11 @@ impl<'a> Builder<'a> {
             metadata.insert("name".into(), json!(name));
         }
         let use_count = uses.len();
-        let draft = Draft { components, objects, bindings, uses, metadata, provenance: self.provenance(), late };
-        let entry_name = self
-            .options
-            .output
-            .file_name()
-            .and_then(|n| n.to_str())
-            .ok_or_else(|| ConvertError::Option(format!("output {}: not a file name", self.options.output.display())))?;
+        let draft =
+            Draft { components, objects, bindings, uses, metadata, provenance: self.provenance(), late };
+        let entry_name = self.options.output.file_name().and_then(|n| n.to_str()).ok_or_else(|| {
+            ConvertError::Option(format!("output {}: not a file name", self.options.output.display()))
+        })?;
         let layouted = draft.layout(&LayoutOptions {
             entry_name: entry_name.to_owned(),
             max_file_bytes: self.options.max_file_bytes,
@@ -628,7 +697,8 @@ impl<'a> Builder<'a> {
                 .filter(|f| f.indexed)
                 .map(|f| {
                     let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
-                    let mut file = json!({"name": f.name, "bytes": f.len, "header_blake3": hex(&f.header_blake3)});
+                    let mut file =
+                        json!({"name": f.name, "bytes": f.len, "header_blake3": hex(&f.header_blake3)});
                     if let Some(sha) = f.sha256 {
                         file["sha256"] = json!(hex(&sha));
                     }
@@ -665,7 +735,8 @@ impl<'a> Builder<'a> {
 /// Refuses shapes that a layout cannot hold, naming the parameter.
 fn check_columns(parameter: &str, storage: &Storage, shape: &[u64]) -> Result<(), ConvertError> {
     let (rows, k) = view_rows(shape);
-    let shape: Vec<u64> = if storage.format.direct_bytes().is_some() { shape.to_vec() } else { vec![rows, k] };
+    let shape: Vec<u64> =
+        if storage.format.direct_bytes().is_some() { shape.to_vec() } else { vec![rows, k] };
     if storage.format.direct_bytes().is_none() && shape.len() != 2 {
         return Err(ConvertError::NoLayout {
             parameter: parameter.to_owned(),

@@ -57,7 +57,9 @@ fn check_report(artifact: &Artifact, report: &Value) -> Result<(), ConvertError>
     match report["artifact_id"].as_str() {
         Some(found) if found == id => Ok(()),
         Some(found) => Err(fail(format!("the verify report is about artifact {found}, this one is {id}"))),
-        None => Err(fail("the verify report names no artifact_id; make it with `infernix verify --json`".into())),
+        None => {
+            Err(fail("the verify report names no artifact_id; make it with `infernix verify --json`".into()))
+        }
     }
 }
 
@@ -108,7 +110,11 @@ fn about(directory: &Directory) -> String {
     }
     let architecture = text.and_then(|t| t.get("model_type")).and_then(Value::as_str).unwrap_or("unknown");
     let components: Vec<&str> = directory.components.keys().map(String::as_str).collect();
-    format!("A `{architecture}` model for Infernix: {}. Components: {}.", parts.join(", "), components.join(", "))
+    format!(
+        "A `{architecture}` model for Infernix: {}. Components: {}.",
+        parts.join(", "),
+        components.join(", ")
+    )
 }
 
 fn files(out: &mut String, artifact: &Artifact, table: Option<&NgramTable>) {
@@ -120,7 +126,11 @@ fn files(out: &mut String, artifact: &Artifact, table: Option<&NgramTable>) {
     }
     if let Some(table) = table {
         let volume = format!("volume {}, keep it on an NVMe drive", table.volume_id);
-        let _ = writeln!(out, "| n-gram volume (`.ngram`) | {} | {volume} |", grouped(table.geometry.file_bytes()));
+        let _ = writeln!(
+            out,
+            "| n-gram volume (`.ngram`) | {} | {volume} |",
+            grouped(table.geometry.file_bytes())
+        );
     }
 }
 
@@ -142,7 +152,9 @@ fn exactness(out: &mut String, verify: Option<&Value>, census: &Census) {
                 .into_iter()
                 .flatten()
                 .filter(|(_, n)| n.as_u64() != Some(0))
-                .map(|(component, n)| format!("{} parameters of {component}", grouped(n.as_u64().unwrap_or(0))))
+                .map(|(component, n)| {
+                    format!("{} parameters of {component}", grouped(n.as_u64().unwrap_or(0)))
+                })
                 .collect();
             if requantized.is_empty() {
                 out.push_str("\nNothing is re-quantized.\n");
@@ -153,7 +165,9 @@ fn exactness(out: &mut String, verify: Option<&Value>, census: &Census) {
         }
         None => out.push_str("This card was made without a verify report.\n"),
     }
-    out.push_str("\n| class | format | weights | bits per weight | with padding |\n|---|---|---:|---:|---:|\n");
+    out.push_str(
+        "\n| class | format | weights | bits per weight | with padding |\n|---|---|---:|---:|---:|\n",
+    );
     for ((component, class), row) in &census.classes {
         let formats: Vec<&str> = row.formats.iter().map(String::as_str).collect();
         let _ = writeln!(
@@ -167,11 +181,19 @@ fn exactness(out: &mut String, verify: Option<&Value>, census: &Census) {
     }
     out.push_str("\nThe text decoder on average (vision and drafter excluded):\n\n| part | weights | bits per weight | with padding |\n|---|---:|---:|---:|\n");
     for (part, row) in &census.decoder {
-        let _ = writeln!(out, "| {part} | {} | {:.2} | {:.2} |", grouped(row.weights), row.logical(), row.stored());
+        let _ = writeln!(
+            out,
+            "| {part} | {} | {:.2} | {:.2} |",
+            grouped(row.weights),
+            row.logical(),
+            row.stored()
+        );
     }
     let padded = census.decoder.iter().any(|(_, row)| row.stored() > 1.05 * row.logical());
     if padded {
-        out.push_str("\nPadding to aligned planes and blocks dominates where matrices or tables are small.\n");
+        out.push_str(
+            "\nPadding to aligned planes and blocks dominates where matrices or tables are small.\n",
+        );
     }
 }
 
@@ -186,7 +208,14 @@ fn requantized_table(out: &mut String, report: &Value) {
     out.push_str("\n| largest errors | format | method | relative error |\n|---|---|---|---:|\n");
     for row in rows.iter().take(10) {
         let text = |key: &str| row[key].as_str().unwrap_or_default();
-        let _ = writeln!(out, "| {} | {} | {} | {:.5} |", text("name"), text("format"), text("method"), error(row));
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {:.5} |",
+            text("name"),
+            text("format"),
+            text("method"),
+            error(row)
+        );
     }
 }
 
@@ -251,7 +280,8 @@ fn provenance(out: &mut String, inputs: &CardInputs<'_>, directory: &Directory) 
     }
     for source in sources(directory) {
         let repository = source.get("repository").and_then(Value::as_str).unwrap_or("a local checkpoint");
-        let revision = source.get("revision").and_then(Value::as_str).map_or(String::new(), |r| format!(" at `{r}`"));
+        let revision =
+            source.get("revision").and_then(Value::as_str).map_or(String::new(), |r| format!(" at `{r}`"));
         let role = source.get("role").and_then(Value::as_str).unwrap_or("source");
         let _ = writeln!(out, "- {role}: {repository}{revision}");
     }

@@ -6,7 +6,9 @@ use std::fmt::Write as _;
 use infernix_artifact::{Binding, Directory, ObjectKind};
 use infernix_checkpoint::{Checkpoint, Scheme};
 use infernix_formats::Format;
-use infernix_model::{Class, Component, ModelConfig, Parameter, Source, expert_parent_names, parameters, source_prefix};
+use infernix_model::{
+    Class, Component, ModelConfig, Parameter, Source, expert_parent_names, parameters, source_prefix,
+};
 use serde_json::{Value, json};
 
 use crate::ConvertError;
@@ -79,12 +81,16 @@ impl Census {
             let mut row = Row { parameters: 1, ..Row::default() };
             let parts: Vec<(&str, Option<u64>)> = match binding {
                 Binding::Whole { object } => vec![(object, None)],
-                Binding::Parts(parts) => parts.iter().map(|p| (p.object.as_str(), Some(p.end - p.begin))).collect(),
+                Binding::Parts(parts) => {
+                    parts.iter().map(|p| (p.object.as_str(), Some(p.end - p.begin))).collect()
+                }
             };
             for (id, taken) in parts {
-                let object = objects.get(id).ok_or_else(|| ConvertError::Artifact(
-                    infernix_artifact::ArtifactError::Invalid(format!("binding {name} names object {id}, which does not exist")),
-                ))?;
+                let object = objects.get(id).ok_or_else(|| {
+                    ConvertError::Artifact(infernix_artifact::ArtifactError::Invalid(format!(
+                        "binding {name} names object {id}, which does not exist"
+                    )))
+                })?;
                 let ObjectKind::Tensor { shape, format, .. } = &object.kind else { continue };
                 let total = shape.iter().product::<u64>();
                 let taken = taken.unwrap_or(total);
@@ -109,8 +115,11 @@ impl Census {
     /// As a JSON object.
     #[must_use]
     pub fn to_json(&self) -> Value {
-        let classes: serde_json::Map<String, Value> =
-            self.classes.iter().map(|((component, class), row)| (format!("{component}:{class}"), row.to_json())).collect();
+        let classes: serde_json::Map<String, Value> = self
+            .classes
+            .iter()
+            .map(|((component, class), row)| (format!("{component}:{class}"), row.to_json()))
+            .collect();
         let decoder: serde_json::Map<String, Value> =
             self.decoder.iter().map(|(name, row)| ((*name).to_owned(), row.to_json())).collect();
         json!({ "classes": classes, "text_decoder": decoder })
@@ -138,9 +147,20 @@ impl Census {
                 join(&row.formats),
             );
         }
-        let _ = writeln!(out, "\n{:<36} {:>18} {:>7} {:>7}", "text decoder, bits per weight", "weights", "bits", "stored");
+        let _ = writeln!(
+            out,
+            "\n{:<36} {:>18} {:>7} {:>7}",
+            "text decoder, bits per weight", "weights", "bits", "stored"
+        );
         for (name, row) in &self.decoder {
-            let _ = writeln!(out, "{:<36} {:>18} {:>7.2} {:>7.2}", name, row.weights, row.logical(), row.stored());
+            let _ = writeln!(
+                out,
+                "{:<36} {:>18} {:>7.2} {:>7.2}",
+                name,
+                row.weights,
+                row.logical(),
+                row.stored()
+            );
         }
         out
     }
@@ -161,7 +181,11 @@ fn logical_bits(format: &str, shape: &[u64]) -> f64 {
     }
 }
 
-fn decoder(directory: &Directory, classes: &BTreeMap<(String, String), Row>, volume: Option<u64>) -> Vec<(&'static str, Row)> {
+fn decoder(
+    directory: &Directory,
+    classes: &BTreeMap<(String, String), Row>,
+    volume: Option<u64>,
+) -> Vec<(&'static str, Row)> {
     let mut routed = Row::default();
     let mut dense = Row::default();
     for ((component, class), row) in classes {
@@ -300,7 +324,9 @@ impl Places {
                         entry.1 = format!("{}{separator}{}", entry.1, p.class.name());
                     }
                 }
-                Source::Experts { prefix } => prefixes.push((prefix.clone(), p.component, p.class.name().to_owned())),
+                Source::Experts { prefix } => {
+                    prefixes.push((prefix.clone(), p.component, p.class.name().to_owned()))
+                }
                 Source::NgramTable { buffers, .. } => {
                     prefixes.push((buffers.clone(), p.component, p.class.name().to_owned()));
                 }

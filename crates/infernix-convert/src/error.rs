@@ -9,7 +9,7 @@ use std::path::PathBuf;
 pub enum ConvertError {
     /// A source could not be read.
     #[error(transparent)]
-    Checkpoint(#[from] infernix_checkpoint::CheckpointError),
+    Checkpoint(Box<infernix_checkpoint::CheckpointError>),
     /// An artifact or volume could not be read or written.
     #[error(transparent)]
     Artifact(#[from] infernix_artifact::ArtifactError),
@@ -29,8 +29,16 @@ pub enum ConvertError {
     #[error("recipe {recipe}: selector {selector:?} matches no class; there are {classes}")]
     UnmatchedSelector { recipe: String, selector: String, classes: String },
     /// A parameter without a rule.
-    #[error("recipe {recipe}: no rule covers {parameter} (class {class}, component {component}, source {scheme}); add one, for example class = [\"{class}\"], format = \"stored\"")]
-    UncoveredParameter { recipe: String, parameter: String, class: String, component: String, scheme: String },
+    #[error(
+        "recipe {recipe}: no rule covers {parameter} (class {class}, component {component}, source {scheme}); add one, for example class = [\"{class}\"], format = \"stored\""
+    )]
+    UncoveredParameter {
+        recipe: String,
+        parameter: String,
+        class: &'static str,
+        component: &'static str,
+        scheme: String,
+    },
     /// A role that is unknown, given twice or required and absent.
     #[error("source {role:?}: {reason}")]
     Source { role: String, reason: String },
@@ -38,20 +46,24 @@ pub enum ConvertError {
     #[error("{}: {count} tensors belong to no parameter of this model: {names}; the checkpoint is of another model or revision, or holds more than this version knows", path.display())]
     ExtraTensors { path: PathBuf, count: usize, names: String },
     /// Parameters that no source has.
-    #[error("{count} tensors are missing: {names}; fetch the whole checkpoint, or leave the component out with --components")]
+    #[error(
+        "{count} tensors are missing: {names}; fetch the whole checkpoint, or leave the component out with --components"
+    )]
     MissingTensors { count: usize, names: String },
     /// A tensor of another shape.
-    #[error("{file}: tensor {tensor}: expected shape {expected:?} by config.json, found {found:?}; the checkpoint and its config are of different models")]
+    #[error(
+        "{file}: tensor {tensor}: expected shape {expected:?} by config.json, found {found:?}; the checkpoint and its config are of different models"
+    )]
     Shape { file: String, tensor: String, expected: Vec<u64>, found: Vec<u64> },
     /// A tensor of another dtype or scheme.
     #[error("{file}: tensor {tensor}: expected {expected}, found {found}; {advice}")]
-    Scheme { file: String, tensor: String, expected: String, found: String, advice: String },
+    Scheme { file: String, tensor: String, expected: String, found: String, advice: &'static str },
     /// A combination that the container has no layout for.
     #[error("{parameter}: {reason}")]
     NoLayout { parameter: String, reason: String },
     /// A stored word without a value, found while streaming.
     #[error("{file}: tensor {tensor}: {source}; the checkpoint is damaged or was made by a faulty export")]
-    Word { file: String, tensor: String, source: infernix_formats::FormatError },
+    Word { file: String, tensor: String, source: Box<infernix_formats::FormatError> },
     /// The n-gram buffers or parts contradict the configuration.
     #[error("{}: n-gram table: {reason}", path.display())]
     Ngram { path: PathBuf, reason: String },
@@ -69,13 +81,19 @@ pub enum ConvertError {
     Io { path: PathBuf, action: &'static str, source: std::io::Error },
     /// A size or format mistake inside this program's own calls.
     #[error("{what}: {source}")]
-    Format { what: String, source: infernix_formats::FormatError },
+    Format { what: String, source: Box<infernix_formats::FormatError> },
     /// The artifact and the checkpoint do not belong together, or the artifact is not of the expected form.
     #[error("{}: {reason}", path.display())]
     Verify { path: PathBuf, reason: String },
     /// Stopped by the user; state is kept.
     #[error("interrupted; finished work is kept, continue with --resume")]
     Interrupted,
+}
+
+impl From<infernix_checkpoint::CheckpointError> for ConvertError {
+    fn from(e: infernix_checkpoint::CheckpointError) -> Self {
+        Self::Checkpoint(Box::new(e))
+    }
 }
 
 impl ConvertError {

@@ -122,7 +122,8 @@ impl Sink for WriterSink<'_> {
 /// Token ids of the plan's proposal head; empty without one.
 pub(crate) fn proposal_ids(plan: &Plan) -> Result<Vec<u32>, ConvertError> {
     let Some(options) = &plan.options.proposal else { return Ok(Vec::new()) };
-    let Some(object) = plan.objects.iter().find(|o| matches!(o.content, crate::plan::Content::ProposalIds)) else {
+    let Some(object) = plan.objects.iter().find(|o| matches!(o.content, crate::plan::Content::ProposalIds))
+    else {
         return Ok(Vec::new());
     };
     if options.ranking == Ranking::Absent {
@@ -240,7 +241,11 @@ pub fn convert(plan: &Plan, progress: &dyn Progress, run: &RunOptions) -> Result
 }
 
 /// The outcome for a set that was finished before.
-fn complete(plan: &Plan, artifact: &infernix_artifact::Artifact, started: Instant) -> Result<Outcome, ConvertError> {
+fn complete(
+    plan: &Plan,
+    artifact: &infernix_artifact::Artifact,
+    started: Instant,
+) -> Result<Outcome, ConvertError> {
     let directory = artifact.directory();
     let fail = |reason: String| ConvertError::Verify { path: artifact.path().to_owned(), reason };
     let integrity = infernix_artifact::digest::Integrity::of(directory).map_err(fail)?;
@@ -277,7 +282,11 @@ fn spec(ngram: &NgramPlan, plan: &Plan) -> Result<VolumeSpec, ConvertError> {
 }
 
 /// Checks an existing volume against the checkpoint and returns its id and row digest.
-fn adopt(ngram: &NgramPlan, path: &std::path::Path, plan: &Plan) -> Result<(ArtifactId, Digest), ConvertError> {
+fn adopt(
+    ngram: &NgramPlan,
+    path: &std::path::Path,
+    plan: &Plan,
+) -> Result<(ArtifactId, Digest), ConvertError> {
     let volume = Volume::open(path)?;
     let fail = |reason: String| ConvertError::Ngram { path: path.to_owned(), reason };
     let spec = spec(ngram, plan)?;
@@ -290,17 +299,23 @@ fn adopt(ngram: &NgramPlan, path: &std::path::Path, plan: &Plan) -> Result<(Arti
         }
         let bits = |scales: &[f32]| scales.iter().map(|s| s.to_bits()).collect::<Vec<_>>();
         if bits(&extension.scales) != bits(&spec.scales) {
-            return Err(fail(format!("has the scales {:?}, the checkpoint {:?}", extension.scales, spec.scales)));
+            return Err(fail(format!(
+                "has the scales {:?}, the checkpoint {:?}",
+                extension.scales, spec.scales
+            )));
         }
     }
     let reader = TableReader::new(ngram, &plan.sources)?;
     let (mut rows, mut scratch) = (Vec::new(), Vec::new());
     for i in 0..=REUSE_SAMPLES {
         // Spread over the table, the last row included.
-        let row = u64::try_from(u128::from(ngram.rows - 1) * u128::from(i) / u128::from(REUSE_SAMPLES)).unwrap_or(0);
+        let row = u64::try_from(u128::from(ngram.rows - 1) * u128::from(i) / u128::from(REUSE_SAMPLES))
+            .unwrap_or(0);
         reader.read(row..row + 1, &mut rows, &mut scratch)?;
         if volume.row(row)? != rows {
-            return Err(fail(format!("row {row} is not the checkpoint's; write a volume of its own instead")));
+            return Err(fail(format!(
+                "row {row} is not the checkpoint's; write a volume of its own instead"
+            )));
         }
     }
     let digest = match &volume.header().extension {
@@ -328,13 +343,16 @@ fn journal_key(plan: &Plan, ids: &[u32]) -> JournalKey {
             let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
             format!("{} rows, {}", ids.len(), blake3::hash(&bytes).to_hex())
         })
-        .with("n-gram volume", match &plan.ngram {
-            None => "none".to_owned(),
-            Some(n) => {
-                let verb = if n.reuse.is_some() { "reuse" } else { "write" };
-                format!("{verb} {}", n.path.file_name().map(|n| n.to_string_lossy()).unwrap_or_default())
-            }
-        });
+        .with(
+            "n-gram volume",
+            match &plan.ngram {
+                None => "none".to_owned(),
+                Some(n) => {
+                    let verb = if n.reuse.is_some() { "reuse" } else { "write" };
+                    format!("{verb} {}", n.path.file_name().map(|n| n.to_string_lossy()).unwrap_or_default())
+                }
+            },
+        );
     for s in plan.sources.list() {
         for f in s.checkpoint.shards().iter().filter(|f| f.indexed) {
             let time = f.modified.and_then(|t| t.duration_since(UNIX_EPOCH).ok()).map_or(0, |d| d.as_nanos());

@@ -37,7 +37,9 @@ impl ExpertSource {
     ) -> Result<Option<Self>, ConvertError> {
         // The scales follow the experts, which have been checked and reported already.
         let checked = p.shape.len() != 3;
-        if let Some((source, gate_up)) = sources.locate(&format!("{prefix}.gate_up_proj"), p.component, role, false)? {
+        if let Some((source, gate_up)) =
+            sources.locate(&format!("{prefix}.gate_up_proj"), p.component, role, false)?
+        {
             let example = gate_up.planes().weight.name.to_string();
             let file = sources.file_of(source, gate_up.planes().weight);
             let found = Self { source, scheme: gate_up.scheme(), fused: true, file, example };
@@ -70,7 +72,13 @@ impl ExpertSource {
         Ok(Some(found))
     }
 
-    fn check(&self, sources: &Sources, name: &str, shape: &[u64], missing: &mut Vec<String>) -> Result<(), ConvertError> {
+    fn check(
+        &self,
+        sources: &Sources,
+        name: &str,
+        shape: &[u64],
+        missing: &mut Vec<String>,
+    ) -> Result<(), ConvertError> {
         let Some(weight) = sources.checkpoint(self.source).resolve(name)? else {
             missing.push(format!("{name}.weight"));
             return Ok(());
@@ -90,7 +98,7 @@ impl ExpertSource {
                 tensor: tensor.name.to_string(),
                 expected: format!("{}, as {} has", self.scheme, self.example),
                 found: weight.scheme().to_string(),
-                advice: "the experts of a layer must share one scheme".into(),
+                advice: "the experts of a layer must share one scheme",
             });
         }
         sources.consume_weight(self.source, &weight);
@@ -110,10 +118,12 @@ impl ExpertSource {
                 k,
             };
         }
-        let matrices: &[ExpertMatrix] = if down { &[ExpertMatrix::Down] } else { &[ExpertMatrix::Gate, ExpertMatrix::Up] };
+        let matrices: &[ExpertMatrix] =
+            if down { &[ExpertMatrix::Down] } else { &[ExpertMatrix::Gate, ExpertMatrix::Up] };
         let mut weights = Vec::new();
         for expert in 0..e {
-            weights.extend(matrices.iter().map(|m| WeightRef { source, name: matrix_name(prefix, expert, *m) }));
+            weights
+                .extend(matrices.iter().map(|m| WeightRef { source, name: matrix_name(prefix, expert, *m) }));
         }
         let rows = if down { h } else { i };
         let segments = (0..weights.len()).map(|weight| Segment { weight, rows: 0..rows }).collect();

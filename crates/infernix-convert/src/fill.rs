@@ -7,7 +7,9 @@ use infernix_artifact::Interrupt;
 use infernix_checkpoint::{Checkpoint, Dtype, Scheme, SourceTensor, TensorInfo};
 use infernix_formats::expert_bank::{self, BankShape, BlockFp8Planes, ExpertMatrix, Nvfp4Planes};
 use infernix_formats::scalar::{bf16_from_f32, bf16_to_f32, f16_from_f32, f16_to_f32};
-use infernix_formats::{Format, FormatError, Layout, PlaneRole, RowPlanes, Rows, fp8, groupwise, nvfp4, planes, row_planes};
+use infernix_formats::{
+    Format, FormatError, Layout, PlaneRole, RowPlanes, Rows, fp8, groupwise, nvfp4, planes, row_planes,
+};
 use rayon::prelude::*;
 
 use crate::ConvertError;
@@ -131,17 +133,33 @@ impl Fill<'_> {
         checkpoint.get(name).ok_or_else(|| ConvertError::MissingTensors { count: 1, names: name.to_owned() })
     }
 
-    fn expert(&self, source: usize, prefix: &str, expert: u64, matrix: ExpertMatrix) -> Result<SourceTensor<'_>, ConvertError> {
+    fn expert(
+        &self,
+        source: usize,
+        prefix: &str,
+        expert: u64,
+        matrix: ExpertMatrix,
+    ) -> Result<SourceTensor<'_>, ConvertError> {
         self.sources.weight(&WeightRef { source, name: matrix_name(prefix, expert, matrix) })
     }
 
     /// Reports NaN words of a direct format, with tensor, row and column.
-    fn check_direct(&self, checkpoint: &Checkpoint, info: &TensorInfo, k: u64, first_element: u64, bytes: &[u8]) {
+    fn check_direct(
+        &self,
+        checkpoint: &Checkpoint,
+        info: &TensorInfo,
+        k: u64,
+        first_element: u64,
+        bytes: &[u8],
+    ) {
         let nan = |at: usize| {
             let element = first_element + at as u64;
             format!(
                 "{}: tensor {}: NaN at row {}, column {}",
-                checkpoint.shard_of(info).name, info.name, element / k.max(1), element % k.max(1)
+                checkpoint.shard_of(info).name,
+                info.name,
+                element / k.max(1),
+                element % k.max(1)
             )
         };
         let (count, first) = match info.dtype {
@@ -155,8 +173,15 @@ impl Fill<'_> {
         }
     }
 
-    fn bank(&self, object: &PlannedObject, source: usize, prefix: &str, sink: &dyn Sink) -> Result<(), ConvertError> {
-        let format_error = |source| ConvertError::Format { what: object.id.clone(), source };
+    fn bank(
+        &self,
+        object: &PlannedObject,
+        source: usize,
+        prefix: &str,
+        sink: &dyn Sink,
+    ) -> Result<(), ConvertError> {
+        let format_error =
+            |source| ConvertError::Format { what: object.id.clone(), source: Box::new(source) };
         let shape = BankShape::new(object.layout, &object.shape).map_err(format_error)?;
         let checkpoint = self.sources.checkpoint(source);
         let per_write = (self.step / shape.stride.max(1)).max(1);
@@ -198,7 +223,7 @@ impl Fill<'_> {
                 packed.map_err(|source| ConvertError::Word {
                     file: example.map(|t| checkpoint.shard_of(t).name.clone()).unwrap_or_default(),
                     tensor: format!("{prefix}.{e}"),
-                    source,
+                    source: Box::new(source),
                 })?;
             }
             sink.write(expert * shape.stride, batch)?;
@@ -224,7 +249,8 @@ impl Fill<'_> {
             return self.direct(object, format, &weights, segments, k, sink);
         }
         let shape = [object.shape.iter().product::<u64>() / k.max(1), k];
-        let format_error = |source| ConvertError::Format { what: object.id.clone(), source };
+        let format_error =
+            |source| ConvertError::Format { what: object.id.clone(), source: Box::new(source) };
         let all = planes(object.layout, format, &shape).map_err(format_error)?;
         // Steps by source bytes: 4 bytes a value while re-encoding.
         let per_row = if object.method.is_lossy() { 4 * k } else { 2 * k };
@@ -372,7 +398,12 @@ impl Fill<'_> {
             let checkpoint = weight.checkpoint();
             let all = view_rows(weight.shape()).0.max(1);
             let per_row = p.weight.bytes / all;
-            read_more(checkpoint, p.weight, piece.rows.start * per_row..piece.rows.end * per_row, &mut out.codes)?;
+            read_more(
+                checkpoint,
+                p.weight,
+                piece.rows.start * per_row..piece.rows.end * per_row,
+                &mut out.codes,
+            )?;
             let (Some(scale), scheme) = (p.scale, weight.scheme()) else { continue };
             match scheme {
                 Scheme::Nvfp4Multiplier { .. } | Scheme::Nvfp4Divisor { .. } | Scheme::Mxfp8 => {
@@ -383,7 +414,12 @@ impl Fill<'_> {
                 Scheme::Fp8Row { scale: dtype, .. } => {
                     let per_row = scale.bytes / all;
                     raw.clear();
-                    read_more(checkpoint, scale, piece.rows.start * per_row..piece.rows.end * per_row, &mut raw)?;
+                    read_more(
+                        checkpoint,
+                        scale,
+                        piece.rows.start * per_row..piece.rows.end * per_row,
+                        &mut raw,
+                    )?;
                     if dtype == Dtype::Bf16 {
                         out.scales.extend_from_slice(&raw);
                     } else {
@@ -413,7 +449,7 @@ impl Fill<'_> {
         // Where a row of the object came from, for messages.
         let origin = |e: FormatError, first: u64| {
             let FormatError::IllegalWord { what, word, mut place, why } = e else {
-                return ConvertError::Format { what: object.id.clone(), source: e };
+                return ConvertError::Format { what: object.id.clone(), source: Box::new(e) };
             };
             let mut left = place.row.saturating_sub(first);
             let mut weight = &weights[0];
@@ -430,7 +466,8 @@ impl Fill<'_> {
         if object.layout == Layout::BlockScaleK16M128x4V1 {
             let (codes, scales) = (std::mem::take(&mut out.codes), std::mem::take(&mut out.scales));
             let global = floats(Dtype::F32, &std::mem::take(&mut out.global)).first().copied().unwrap_or(1.0);
-            nvfp4::pack_rows(object.layout, k as usize, &codes, &scales, global, out).map_err(|e| origin(e, 0))?;
+            nvfp4::pack_rows(object.layout, k as usize, &codes, &scales, global, out)
+                .map_err(|e| origin(e, 0))?;
         }
         Rows::new(object.layout, format, shape, rows.clone(), &out.codes, &out.high, &out.scales, &out.global)
             .and_then(|r| r.validate_words())
@@ -544,7 +581,12 @@ fn read_whole(checkpoint: &Checkpoint, t: &TensorInfo, out: &mut Vec<u8>) -> Res
     read_more(checkpoint, t, 0..t.bytes, out)
 }
 
-fn read_more(checkpoint: &Checkpoint, t: &TensorInfo, range: Range<u64>, out: &mut Vec<u8>) -> Result<(), ConvertError> {
+fn read_more(
+    checkpoint: &Checkpoint,
+    t: &TensorInfo,
+    range: Range<u64>,
+    out: &mut Vec<u8>,
+) -> Result<(), ConvertError> {
     let start = out.len();
     out.resize(start + (range.end - range.start) as usize, 0);
     Ok(checkpoint.read(t, range, &mut out[start..])?)
@@ -575,7 +617,7 @@ pub(crate) fn rounded(format: Format, values: &[f32]) -> Vec<u8> {
 
 fn word_error(weight: &SourceTensor<'_>, tensor: &TensorInfo, source: FormatError) -> ConvertError {
     let file = weight.checkpoint().shard_of(tensor).name.clone();
-    ConvertError::Word { file, tensor: weight.name().to_owned(), source }
+    ConvertError::Word { file, tensor: weight.name().to_owned(), source: Box::new(source) }
 }
 
 #[cfg(test)]
@@ -596,7 +638,8 @@ mod tests {
 
     #[test]
     fn nan_is_found_and_infinity_is_not() {
-        let bytes: Vec<u8> = [0x3F80u16, 0x7F80, 0xFFC0, 0x7F81].iter().flat_map(|w| w.to_le_bytes()).collect();
+        let bytes: Vec<u8> =
+            [0x3F80u16, 0x7F80, 0xFFC0, 0x7F81].iter().flat_map(|w| w.to_le_bytes()).collect();
         assert_eq!(nan_words::<2>(&bytes, |w| u16::from_le_bytes(w) & 0x7FFF > 0x7F80), (2, 2));
     }
 }

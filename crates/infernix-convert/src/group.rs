@@ -56,7 +56,9 @@ pub(crate) struct Grouper {
 /// The fused group of a class inside its module; `None` for matrices that stay alone.
 fn group_of(class: Class) -> Option<&'static str> {
     Some(match class {
-        Class::AttnQ | Class::AttnGate | Class::AttnK | Class::AttnV | Class::IndexerQ | Class::IndexerK => "attn",
+        Class::AttnQ | Class::AttnGate | Class::AttnK | Class::AttnV | Class::IndexerQ | Class::IndexerK => {
+            "attn"
+        }
         Class::GdnQ | Class::GdnK | Class::GdnV | Class::GdnZ => "gdn",
         Class::GdnA | Class::GdnB => "gdn.ab",
         Class::MlpGate | Class::MlpUp => "mlp",
@@ -78,10 +80,11 @@ fn block_of(name: &str) -> &str {
     name
 }
 
-fn rows_of(rows: &Rows, all: u64) -> Vec<Range<u64>> {
+/// Rows of the source that a parameter takes, in the parameter's order.
+pub(crate) fn rows_of(rows: &Rows, all: u64) -> Vec<Range<u64>> {
     match *rows {
-        Rows::All => vec![0..all],
-        Rows::Range { begin, count } => vec![begin..begin + count],
+        Rows::All => Vec::from_iter([Range { start: 0, end: all }]),
+        Rows::Range { begin, count } => Vec::from_iter([Range { start: begin, end: begin + count }]),
         Rows::PerHead { heads, stride, begin, take } => {
             (0..heads).map(|h| h * stride + begin..h * stride + begin + take).collect()
         }
@@ -101,10 +104,12 @@ impl Grouper {
     ) -> Result<(), ConvertError> {
         let (all, k) = view_rows(weight.shape());
         let rows = rows_of(rows, all);
-        if storage.format == Format::Fp8Block128 && rows != [0..all] && !whole_tiles(&rows, all) {
+        if storage.format == Format::Fp8Block128 && !whole_tiles(&rows, all) {
             return Err(ConvertError::NoLayout {
                 parameter: p.name.clone(),
-                reason: "its rows are not whole 128-row tiles of the source, so its tile scales cannot be kept".into(),
+                reason:
+                    "its rows are not whole 128-row tiles of the source, so its tile scales cannot be kept"
+                        .into(),
             });
         }
         let key = match group_of(p.class) {
@@ -132,7 +137,13 @@ impl Grouper {
             bucket.weights.push((reference, weight.shape().to_vec()));
             bucket.weights.len() - 1
         });
-        bucket.members.push(Member { parameter: p.clone(), weight: index, parts: Vec::new(), activation, rows });
+        bucket.members.push(Member {
+            parameter: p.clone(),
+            weight: index,
+            parts: Vec::new(),
+            activation,
+            rows,
+        });
         Ok(())
     }
 

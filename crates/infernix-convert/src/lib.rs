@@ -38,6 +38,4 @@ pub use proposal::{ProposalOptions, Ranking, Vocabulary};
 pub use recipe::{Activation, ExpertActivation, Method, ROLES, Recipe, Rule, SourceRole, Target};
 pub use repair::{RepairOptions, RepairReport, repair};
 pub use sources::{SCHEME_NAMES, Source, SourceSpec, Sources, WeightRef, scheme_name, stored_format};
-pub use verify::{
-    Mismatch, NgramRows, Requantized, VerifyOptions, VerifyReport, Worst, digest_text, verify,
-};
+pub use verify::{Mismatch, NgramRows, Requantized, VerifyOptions, VerifyReport, Worst, digest_text, verify};

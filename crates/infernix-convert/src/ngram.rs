@@ -71,7 +71,16 @@ pub struct NgramPlan {
 impl NgramPlan {
     pub(crate) fn new(path: PathBuf, reuse: bool) -> Self {
         let reuse = reuse.then(|| path.clone());
-        Self { path, format: RowFormat::Bf16, rows: 0, width: 0, row_bytes: 0, bytes: 0, reuse, tables: Vec::new() }
+        Self {
+            path,
+            format: RowFormat::Bf16,
+            rows: 0,
+            width: 0,
+            row_bytes: 0,
+            bytes: 0,
+            reuse,
+            tables: Vec::new(),
+        }
     }
 
     pub(crate) fn push(&mut self, table: TablePlan, checkpoint: &Path) -> Result<(), ConvertError> {
@@ -81,14 +90,22 @@ impl NgramPlan {
         {
             return Err(fail(format!(
                 "layer {} has rows of {} {} values, layer {} of {} {}; one volume holds one kind of row",
-                first.layer, first.width, first.format.name(), table.layer, table.width, table.format.name()
+                first.layer,
+                first.width,
+                first.format.name(),
+                table.layer,
+                table.width,
+                table.format.name()
             )));
         }
         (self.format, self.width) = (table.format, table.width);
         self.row_bytes = row_bytes(table.format, table.width);
         self.rows += table.rows;
         if self.row_bytes == 0 || self.row_bytes > BLOCK_BYTES {
-            return Err(fail(format!("a row of {} bytes does not fit a block of {BLOCK_BYTES}", self.row_bytes)));
+            return Err(fail(format!(
+                "a row of {} bytes does not fit a block of {BLOCK_BYTES}",
+                self.row_bytes
+            )));
         }
         self.tables.push(table);
         self.bytes = BLOCK_BYTES * (1 + self.blocks());
@@ -176,7 +193,8 @@ impl NgramPlan {
                 let name = format!("{prefix}.{name}");
                 let Some(info) = checkpoint.get(&name) else { continue };
                 let bytes = checkpoint.read_all(info)?;
-                for (i, (word, expected)) in bytes.as_chunks::<8>().0.iter().zip(expected.iter()).enumerate() {
+                for (i, (word, expected)) in bytes.as_chunks::<8>().0.iter().zip(expected.iter()).enumerate()
+                {
                     let found = i64::from_le_bytes(*word);
                     if u64::try_from(found) != Ok(*expected) {
                         return Err(fail(format!(
@@ -227,12 +245,20 @@ pub(crate) fn plan_table(
     }
     let scheme = found[0].1.scheme();
     let format = row_format(scheme).ok_or_else(|| {
-        fail(format!("{} is stored as {scheme}; a volume holds FP8 per tensor, BF16 or NVFP4 rows", found[0].1.name()))
+        fail(format!(
+            "{} is stored as {scheme}; a volume holds FP8 per tensor, BF16 or NVFP4 rows",
+            found[0].1.name()
+        ))
     })?;
     let mut parts = Vec::new();
     for (source, weight) in &found {
         if weight.scheme() != scheme {
-            return Err(fail(format!("{} is {}, but {} is {scheme}", weight.name(), weight.scheme(), found[0].1.name())));
+            return Err(fail(format!(
+                "{} is {}, but {} is {scheme}",
+                weight.name(),
+                weight.scheme(),
+                found[0].1.name()
+            )));
         }
         if weight.shape().len() != 2 || weight.row_len() != width {
             let (file, tensor) = (sources.file_of(*source, weight.planes().weight), weight.name().to_owned());
@@ -257,7 +283,7 @@ pub(crate) fn plan_table(
                     tensor: name,
                     expected: "I64".into(),
                     found: info.dtype.to_string(),
-                    advice: "fetch the file again".into(),
+                    advice: "fetch the file again",
                 });
             }
             sources.consume(index, &name);
@@ -313,7 +339,12 @@ impl<'s> TableReader<'s> {
     ///
     /// # Errors
     /// I/O; a code or scale without a value.
-    pub(crate) fn read(&self, rows: Range<u64>, out: &mut Vec<u8>, scratch: &mut Vec<u8>) -> Result<(), ConvertError> {
+    pub(crate) fn read(
+        &self,
+        rows: Range<u64>,
+        out: &mut Vec<u8>,
+        scratch: &mut Vec<u8>,
+    ) -> Result<(), ConvertError> {
         let row_bytes = row_bytes(self.format, self.width) as usize;
         out.clear();
         out.resize((rows.end.min(self.rows) - rows.start) as usize * row_bytes, 0);
@@ -347,7 +378,8 @@ impl<'s> TableReader<'s> {
             path: checkpoint.path().to_owned(),
             reason: format!(
                 "{}: tensor {}: {what} {word:#x} at row {row}, column {column} has no value; the checkpoint is damaged",
-                checkpoint.shard_of(codes).name, codes.name
+                checkpoint.shard_of(codes).name,
+                codes.name
             ),
         };
         match self.format {
@@ -371,7 +403,12 @@ impl<'s> TableReader<'s> {
                 checkpoint.read(scale, rows.start * groups as u64..rows.end * groups as u64, scale_bytes)?;
                 if let Some(at) = scale_bytes.iter().position(|s| !e4m3_is_scale(*s)) {
                     let row = rows.start + (at / groups) as u64;
-                    return Err(illegal(row, 16 * (at % groups) as u64, "block scale", u32::from(scale_bytes[at])));
+                    return Err(illegal(
+                        row,
+                        16 * (at % groups) as u64,
+                        "block scale",
+                        u32::from(scale_bytes[at]),
+                    ));
                 }
                 let rows = code_bytes.chunks_exact(half).zip(scale_bytes.chunks_exact(groups));
                 for (out, (c, s)) in out.chunks_exact_mut(half + groups).zip(rows) {

@@ -73,9 +73,11 @@ impl Vocabulary {
         let path = checkpoint.folder().join("tokenizer.json");
         let fail = |reason: String| ConvertError::Resource { path: path.clone(), reason };
         let Some(bytes) = checkpoint.file_bytes("tokenizer.json")? else { return Ok(None) };
-        let value: Value = serde_json::from_slice(&bytes).map_err(|e| fail(format!("not valid JSON: {e}")))?;
+        let value: Value =
+            serde_json::from_slice(&bytes).map_err(|e| fail(format!("not valid JSON: {e}")))?;
         let mut content: std::collections::BTreeMap<u32, String> = std::collections::BTreeMap::new();
-        let vocab = value["model"]["vocab"].as_object().ok_or_else(|| fail("it has no model.vocab object".into()))?;
+        let vocab =
+            value["model"]["vocab"].as_object().ok_or_else(|| fail("it has no model.vocab object".into()))?;
         for (token, id) in vocab {
             let id = id_of(id).ok_or_else(|| fail(format!("token {token:?} has the id {id}")))?;
             content.insert(id, token.clone());
@@ -95,14 +97,16 @@ impl Vocabulary {
             Ok(())
         };
         for entry in value["added_tokens"].as_array().into_iter().flatten() {
-            let id = id_of(&entry["id"]).ok_or_else(|| fail(format!("added token without an id: {entry:.80}")))?;
+            let id =
+                id_of(&entry["id"]).ok_or_else(|| fail(format!("added token without an id: {entry:.80}")))?;
             add(id, entry, &mut content)?;
         }
         if let Some(bytes) = checkpoint.file_bytes("tokenizer_config.json")? {
-            let value: Value =
-                serde_json::from_slice(&bytes).map_err(|e| fail(format!("tokenizer_config.json: not valid JSON: {e}")))?;
+            let value: Value = serde_json::from_slice(&bytes)
+                .map_err(|e| fail(format!("tokenizer_config.json: not valid JSON: {e}")))?;
             for (id, entry) in value["added_tokens_decoder"].as_object().into_iter().flatten() {
-                let id = id.parse().map_err(|_| fail(format!("tokenizer_config.json: added token id {id:?}")))?;
+                let id =
+                    id.parse().map_err(|_| fail(format!("tokenizer_config.json: added token id {id:?}")))?;
                 add(id, entry, &mut content)?;
             }
         }
@@ -123,10 +127,16 @@ impl Vocabulary {
     pub fn select(&self, rows: u64, counts: &[u64]) -> Result<Vec<u32>, ConvertError> {
         let fail = |reason: String| ConvertError::Proposal { reason };
         if rows > self.ids.len() as u64 {
-            return Err(fail(format!("{rows} rows are asked for, the tokenizer has {} tokens; ask for fewer", self.ids.len())));
+            return Err(fail(format!(
+                "{rows} rows are asked for, the tokenizer has {} tokens; ask for fewer",
+                self.ids.len()
+            )));
         }
         if rows < self.special.len() as u64 {
-            return Err(fail(format!("{rows} rows do not hold the {} special tokens; ask for more", self.special.len())));
+            return Err(fail(format!(
+                "{rows} rows do not hold the {} special tokens; ask for more",
+                self.special.len()
+            )));
         }
         let count = |id: &u32| counts.get(*id as usize).copied().unwrap_or(0);
         let by_count = |list: &mut Vec<u32>| list.sort_by(|a, b| count(b).cmp(&count(a)).then(a.cmp(b)));
@@ -153,7 +163,9 @@ pub fn counts(ranking: &Ranking, vocab: u64) -> Result<Option<Vec<u64>>, Convert
         Ranking::Absent => Ok(None),
         Ranking::Counts(counts) => Ok(Some(counts.clone())),
         Ranking::File(path) => {
-            let fail = |reason: String| ConvertError::Proposal { reason: format!("ranking {}: {reason}", path.display()) };
+            let fail = |reason: String| ConvertError::Proposal {
+                reason: format!("ranking {}: {reason}", path.display()),
+            };
             let length = std::fs::metadata(path).map_err(|e| fail(format!("cannot open it: {e}")))?.len();
             let row = vocab * 8;
             if length == 0 || length % row != 0 || length / row > MAX_STRATA {
@@ -163,11 +175,14 @@ pub fn counts(ranking: &Ranking, vocab: u64) -> Result<Option<Vec<u64>>, Convert
             }
             let mut bytes = vec![0; row as usize];
             let mut file = std::fs::File::open(path).map_err(|e| fail(format!("cannot open it: {e}")))?;
-            std::io::Read::read_exact(&mut file, &mut bytes).map_err(|e| fail(format!("cannot read it: {e}")))?;
+            std::io::Read::read_exact(&mut file, &mut bytes)
+                .map_err(|e| fail(format!("cannot read it: {e}")))?;
             let mut out = Vec::with_capacity(vocab as usize);
             for (id, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
                 let count = i64::from_le_bytes(*word);
-                out.push(u64::try_from(count).map_err(|_| fail(format!("token {id} has the count {count}")))?);
+                out.push(
+                    u64::try_from(count).map_err(|_| fail(format!("token {id} has the count {count}")))?,
+                );
             }
             Ok(Some(out))
         }
@@ -186,12 +201,18 @@ impl Builder<'_> {
             return Err(fail(format!("{rows} rows of a vocabulary of {}", self.config.vocab)));
         }
         let too_few = vocabulary.as_ref().is_none_or(|v| rows > v.ids.len() as u64);
-        let foreign = vocabulary.as_ref().and_then(|v| v.special.iter().find(|id| u64::from(**id) >= self.config.vocab).copied());
+        let foreign = vocabulary
+            .as_ref()
+            .and_then(|v| v.special.iter().find(|id| u64::from(**id) >= self.config.vocab).copied());
         if too_few || foreign.is_some() {
             let reason = match (&vocabulary, foreign) {
                 (None, _) => "there is no tokenizer.json to tell which tokens there are".to_owned(),
-                (_, Some(id)) => format!("special token {id} lies beyond the vocabulary of {}", self.config.vocab),
-                (Some(v), None) => format!("{rows} rows are asked for, the tokenizer has {} tokens", v.ids.len()),
+                (_, Some(id)) => {
+                    format!("special token {id} lies beyond the vocabulary of {}", self.config.vocab)
+                }
+                (Some(v), None) => {
+                    format!("{rows} rows are asked for, the tokenizer has {} tokens", v.ids.len())
+                }
             };
             if !self.options.dry_run {
                 return Err(fail(reason));
@@ -199,7 +220,9 @@ impl Builder<'_> {
             self.warnings.push(format!("proposal head: {reason}; a conversion would stop here"));
         }
         // The official head is gathered from the base weights, not from a quantized copy.
-        let Some((source, head)) = self.sources.locate("lm_head.weight", Component::Text, Some("base"), false)? else {
+        let Some((source, head)) =
+            self.sources.locate("lm_head.weight", Component::Text, Some("base"), false)?
+        else {
             return Ok(());
         };
         let weight = WeightRef { source, name: head.name().to_owned() };
@@ -212,14 +235,19 @@ impl Builder<'_> {
             ("proposal/token_ids", vec![rows], int, Content::ProposalIds),
         ] {
             let elements = shape.iter().product();
-            let object = self.push_object(Component::Text, shape.clone(), storage, vec![name.to_owned()], content)?;
+            let object =
+                self.push_object(Component::Text, shape.clone(), storage, vec![name.to_owned()], content)?;
             let p = Parameter {
                 name: name.to_owned(),
                 component: Component::Text,
                 class: Class::Head,
                 layer: None,
                 shape: shape.clone(),
-                source: Source::Tensor { name: String::new(), shape: Vec::new(), rows: infernix_model::Rows::All },
+                source: Source::Tensor {
+                    name: String::new(),
+                    shape: Vec::new(),
+                    rows: infernix_model::Rows::All,
+                },
                 optional: true,
             };
             if name == "proposal/head" {

@@ -17,7 +17,10 @@ const BUILT_IN: &[(&str, &str)] = &[
     ("auto", include_str!("../../../recipes/auto.toml")),
     ("qwen3_8_flash_next_common", include_str!("../../../recipes/qwen3_8_flash_next_common.toml")),
     ("qwen3_8_flash_next_nvfp4", include_str!("../../../recipes/qwen3_8_flash_next_nvfp4.toml")),
-    ("qwen3_8_flash_next_nvfp4_dense8", include_str!("../../../recipes/qwen3_8_flash_next_nvfp4_dense8.toml")),
+    (
+        "qwen3_8_flash_next_nvfp4_dense8",
+        include_str!("../../../recipes/qwen3_8_flash_next_nvfp4_dense8.toml"),
+    ),
 ];
 /// Deepest chain of includes.
 const MAX_INCLUDES: usize = 8;
@@ -277,7 +280,10 @@ impl Recipe {
         hasher: &mut blake3::Hasher,
     ) -> Result<(), ConvertError> {
         if chain.iter().any(|c| c == name) || chain.len() >= MAX_INCLUDES {
-            return Err(invalid(name, &format!("includes go round in a circle or too deep: {}", chain.join(" -> "))));
+            return Err(invalid(
+                name,
+                &format!("includes go round in a circle or too deep: {}", chain.join(" -> ")),
+            ));
         }
         chain.push(name.to_owned());
         let file: File = toml::from_str(text).map_err(|e| invalid(name, &e.to_string()))?;
@@ -298,7 +304,14 @@ impl Recipe {
                     [Architecture::Qwen4Exp, Architecture::Qwen35, Architecture::Qwen35Moe]
                         .into_iter()
                         .find(|x| x.model_type().strip_suffix("_text") == Some(a))
-                        .ok_or_else(|| invalid(name, &format!("unknown architecture {a:?}; known: qwen4_exp, qwen3_5, qwen3_5_moe")))
+                        .ok_or_else(|| {
+                            invalid(
+                                name,
+                                &format!(
+                                    "unknown architecture {a:?}; known: qwen4_exp, qwen3_5, qwen3_5_moe"
+                                ),
+                            )
+                        })
                 })
                 .collect::<Result<_, _>>()?;
         }
@@ -307,14 +320,22 @@ impl Recipe {
             Some(toml::Value::Integer(bits)) if [4, 8, 16].contains(&bits) => {
                 self.expert_activation = ExpertActivation::Bits(bits.unsigned_abs());
             }
-            Some(toml::Value::String(s)) if s == "source" => self.expert_activation = ExpertActivation::FromSource,
+            Some(toml::Value::String(s)) if s == "source" => {
+                self.expert_activation = ExpertActivation::FromSource
+            }
             Some(other) => {
-                return Err(invalid(name, &format!("default_expert_activation is {other}, expected 4, 8, 16 or \"source\"")));
+                return Err(invalid(
+                    name,
+                    &format!("default_expert_activation is {other}, expected 4, 8, 16 or \"source\""),
+                ));
             }
         }
         for source in file.source {
             if !ROLES.contains(&source.role.as_str()) {
-                return Err(invalid(name, &format!("unknown role {:?}; known: {}", source.role, ROLES.join(", "))));
+                return Err(invalid(
+                    name,
+                    &format!("unknown role {:?}; known: {}", source.role, ROLES.join(", ")),
+                ));
             }
             self.sources.retain(|s| s.role != source.role);
             self.sources.push(SourceRole {
@@ -332,7 +353,13 @@ impl Recipe {
 
     /// The last rule that covers a parameter.
     #[must_use]
-    pub fn rule(&self, class: Class, component: Component, layer: Option<usize>, scheme: &str) -> Option<&Rule> {
+    pub fn rule(
+        &self,
+        class: Class,
+        component: Component,
+        layer: Option<usize>,
+        scheme: &str,
+    ) -> Option<&Rule> {
         self.rules.iter().rev().find(|r| r.covers(class, component, layer, scheme))
     }
 
@@ -340,7 +367,11 @@ impl Recipe {
     ///
     /// # Errors
     /// The recipe is for other architectures, or a selector matches none of `classes`.
-    pub fn check_architecture(&self, arch: Architecture, classes: &BTreeSet<Class>) -> Result<(), ConvertError> {
+    pub fn check_architecture(
+        &self,
+        arch: Architecture,
+        classes: &BTreeSet<Class>,
+    ) -> Result<(), ConvertError> {
         if !self.architectures.is_empty() && !self.architectures.contains(&arch) {
             let list: Vec<_> = self.architectures.iter().map(|a| a.model_type()).collect();
             return Err(ConvertError::WrongArchitecture {
@@ -412,7 +443,8 @@ impl RuleTable {
             .component
             .iter()
             .map(|c| {
-                Component::from_name(c).ok_or_else(|| fail(format!("unknown component {c:?}; known: text, vision, mtp")))
+                Component::from_name(c)
+                    .ok_or_else(|| fail(format!("unknown component {c:?}; known: text, vision, mtp")))
             })
             .collect::<Result<_, _>>()?;
         for scheme in self.scheme.iter().chain(&self.require) {
@@ -464,9 +496,14 @@ impl RuleTable {
         {
             return Err(fail(format!("unknown role {role:?}; known: {}", ROLES.join(", "))));
         }
-        let layers = self.layers.iter().map(|v| layer_range(v).ok_or_else(|| {
-            fail(format!("layer {v} is neither a number nor a range \"A-B\""))
-        })).collect::<Result<_, _>>()?;
+        let layers = self
+            .layers
+            .iter()
+            .map(|v| {
+                layer_range(v)
+                    .ok_or_else(|| fail(format!("layer {v} is neither a number nor a range \"A-B\"")))
+            })
+            .collect::<Result<_, _>>()?;
         Ok(Rule {
             classes: self.class,
             components,
@@ -523,7 +560,10 @@ fn read_recipe(path: &Path) -> Result<String, ConvertError> {
 fn include_text(name: &str, include: &str, origin: &Origin) -> Result<(String, Origin), ConvertError> {
     if let (Origin::Folder(folder), true) = (origin, include.ends_with(".toml")) {
         if include.contains(['/', '\\', ':', '\0']) || include.starts_with('.') {
-            return Err(invalid(name, &format!("include {include:?} must be a file name in the recipe's own folder")));
+            return Err(invalid(
+                name,
+                &format!("include {include:?} must be a file name in the recipe's own folder"),
+            ));
         }
         return Ok((read_recipe(&folder.join(include))?, Origin::Folder(folder.clone())));
     }
@@ -531,7 +571,9 @@ fn include_text(name: &str, include: &str, origin: &Origin) -> Result<(String, O
         Some(text) => Ok((text.to_owned(), Origin::BuiltIn)),
         None => Err(invalid(
             name,
-            &format!("include {include:?} is neither a built-in recipe nor a .toml file in the recipe's own folder"),
+            &format!(
+                "include {include:?} is neither a built-in recipe nor a .toml file in the recipe's own folder"
+            ),
         )),
     }
 }

@@ -59,11 +59,9 @@ struct FileSink<'a>(&'a Mutex<File>, &'a Path);
 impl Sink for FileSink<'_> {
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), ConvertError> {
         let mut file = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        file.seek(SeekFrom::Start(offset)).and_then(|_| file.write_all(bytes)).map_err(|source| ConvertError::Io {
-            path: self.1.to_owned(),
-            action: "write",
-            source,
-        })
+        file.seek(SeekFrom::Start(offset))
+            .and_then(|_| file.write_all(bytes))
+            .map_err(|source| ConvertError::Io { path: self.1.to_owned(), action: "write", source })
     }
 }
 
@@ -123,7 +121,8 @@ pub fn repair(
     }
     let after = check()?;
     report.problems.extend(after.problems.iter().map(ToString::to_string));
-    let left = after.corrupt_objects.iter().filter(|id| !report.problems.iter().any(|p| p.contains(id.as_str())));
+    let left =
+        after.corrupt_objects.iter().filter(|id| !report.problems.iter().any(|p| p.contains(id.as_str())));
     let left: Vec<String> = left.map(|id| format!("object {id} is corrupt still")).collect();
     report.problems.extend(left);
     report.ok = report.problems.is_empty();
@@ -203,7 +202,14 @@ fn rewrite(
         .map_err(|e| io("create", e))?;
     let file = Mutex::new(file);
     let notes = Notes::default();
-    let fill = Fill { sources: plan.sources(), proposal: &ids, interrupt, pool, step: step_bytes(options.threads), notes: &notes };
+    let fill = Fill {
+        sources: plan.sources(),
+        proposal: &ids,
+        interrupt,
+        pool,
+        step: step_bytes(options.threads),
+        notes: &notes,
+    };
     let result = fill.object(planned, &FileSink(&file, &path)).and_then(|()| {
         let mut file = file.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
         repair_object(artifact, object, |offset, out| {
@@ -219,7 +225,9 @@ fn rewrite(
 
 /// Token ids as the artifact has them.
 fn proposal_ids(artifact: &Artifact) -> Result<Vec<u32>, ConvertError> {
-    let Some(binding) = artifact.directory().bindings.get("proposal/token_ids") else { return Ok(Vec::new()) };
+    let Some(binding) = artifact.directory().bindings.get("proposal/token_ids") else {
+        return Ok(Vec::new());
+    };
     let mut ids = Vec::new();
     for id in binding.objects() {
         let object = artifact.object(id)?;
@@ -241,7 +249,8 @@ fn rows(
     report: &mut RepairReport,
 ) -> Result<(), ConvertError> {
     let fail = |reason: String| ConvertError::Verify { path: options.artifact.clone(), reason };
-    let (Some(table), Some(ngram)) = (NgramTable::of(artifact.directory()).map_err(fail)?, &plan.ngram) else {
+    let (Some(table), Some(ngram)) = (NgramTable::of(artifact.directory()).map_err(fail)?, &plan.ngram)
+    else {
         return Ok(());
     };
     let path = locate(artifact.path(), options.ngram.as_deref(), table.volume_id)?.path;
@@ -256,20 +265,22 @@ fn rows(
     if g.rows != ngram.rows || u64::from(g.row_bytes) != ngram.row_bytes {
         return Err(fail(format!("{}: its rows are not those of the checkpoint", path.display())));
     }
-    let file = FileOptions::new()
-        .write(true)
-        .open(&path)
-        .map_err(|source| ConvertError::Io { path: path.clone(), action: "open for repair", source })?;
+    let file = FileOptions::new().write(true).open(&path).map_err(|source| ConvertError::Io {
+        path: path.clone(),
+        action: "open for repair",
+        source,
+    })?;
     let reader = TableReader::new(ngram, plan.sources())?;
     let rpb = u64::from(g.rows_per_block);
     let batch = (step_bytes(options.threads) / crate::ngram::BLOCK_BYTES).max(1) * rpb;
     let (mut rows, mut scratch, mut block) = (Vec::new(), Vec::new(), Vec::new());
     progress.begin("n-gram rows", g.rows * u64::from(g.row_bytes));
     let mut row = 0;
-    let mut source = FileOptions::new()
-        .read(true)
-        .open(&path)
-        .map_err(|source| ConvertError::Io { path: path.clone(), action: "open", source })?;
+    let mut source = FileOptions::new().read(true).open(&path).map_err(|source| ConvertError::Io {
+        path: path.clone(),
+        action: "open",
+        source,
+    })?;
     let mut file = file;
     while row < g.rows {
         interrupt.check()?;
@@ -284,8 +295,12 @@ fn rows(
                 let path = path.clone();
                 move |source| ConvertError::Io { path, action, source }
             };
-            source.seek(SeekFrom::Start(at)).and_then(|_| source.read_exact(&mut block)).map_err(io("read"))?;
-            let right = &block[..expected.len()] == expected && block[expected.len()..].iter().all(|b| *b == 0);
+            source
+                .seek(SeekFrom::Start(at))
+                .and_then(|_| source.read_exact(&mut block))
+                .map_err(io("read"))?;
+            let right =
+                &block[..expected.len()] == expected && block[expected.len()..].iter().all(|b| *b == 0);
             if !right {
                 let wrong = block.chunks(width).zip(expected.chunks(width)).filter(|(a, b)| a != b).count();
                 report.repaired_rows += wrong as u64;

@@ -79,7 +79,9 @@ fn sources(content: &Content) -> Vec<String> {
             weights.last().map(|w| w.name.clone()).unwrap_or_default(),
         ],
         Content::Rows { weights, .. } => weights.iter().map(|w| w.name.clone()).collect(),
-        Content::Bank { prefix, .. } | Content::ExpertInputScales { prefix, .. } => vec![format!("{prefix}.*")],
+        Content::Bank { prefix, .. } | Content::ExpertInputScales { prefix, .. } => {
+            vec![format!("{prefix}.*")]
+        }
         Content::InputScale { weight } | Content::ProposalHead { weight } => vec![weight.name.clone()],
         Content::Tensor { name, .. } => vec![name.clone()],
         Content::ProposalIds | Content::Bytes(_) => Vec::new(),

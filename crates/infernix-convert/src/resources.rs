@@ -15,11 +15,15 @@ use crate::recipe::Method;
 
 /// Files stored byte for byte, by component.
 pub(crate) const RESOURCES: [(Component, &[&str]); 2] = [
-    (Component::Text, &["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]),
+    (
+        Component::Text,
+        &["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"],
+    ),
     (Component::Vision, &["preprocessor_config.json", "video_preprocessor_config.json"]),
 ];
 /// Keys of `config.json` beside `vision_config` that the image tower needs.
-const VISION_KEYS: [&str; 4] = ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"];
+const VISION_KEYS: [&str; 4] =
+    ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"];
 /// Where the volume's id is filled in.
 pub(crate) const VOLUME_ID: &str = "/components/text/config/ngram_table/volume_id";
 
@@ -35,7 +39,9 @@ impl Builder<'_> {
                 let path = checkpoint.folder().join(name);
                 let Some(bytes) = checkpoint.file_bytes(name)? else {
                     if *name == "tokenizer.json" && !self.options.dry_run {
-                        let reason = "is missing; a model without its tokenizer cannot be used, fetch the file".to_owned();
+                        let reason =
+                            "is missing; a model without its tokenizer cannot be used, fetch the file"
+                                .to_owned();
                         return Err(ConvertError::Resource { path, reason });
                     }
                     self.warnings.push(format!("resource {name} is missing"));
@@ -73,14 +79,18 @@ impl Builder<'_> {
 
     /// An image processor must cut patches as the tower expects them.
     fn check_processor(&self, name: &str, value: &Value) -> Result<(), String> {
-        let (Some(v), true) = (&self.config.vision, name.ends_with("preprocessor_config.json")) else { return Ok(()) };
+        let (Some(v), true) = (&self.config.vision, name.ends_with("preprocessor_config.json")) else {
+            return Ok(());
+        };
         for (key, expected) in
             [("patch_size", v.patch), ("temporal_patch_size", v.temporal_patch), ("merge_size", v.merge)]
         {
             if let Some(found) = value.get(key).and_then(Value::as_u64)
                 && found != expected
             {
-                return Err(format!("{key} is {found}, vision_config has {expected}; the files are of different models"));
+                return Err(format!(
+                    "{key} is {found}, vision_config has {expected}; the files are of different models"
+                ));
             }
         }
         Ok(())
@@ -104,7 +114,9 @@ impl Builder<'_> {
                 Component::Text => {
                     record.config = object(self.config.to_text_config());
                     if matches!(self.config.ffn, infernix_model::Ffn::Moe(_)) {
-                        record.config.insert("default_expert_activation".into(), json!(default_expert_activation));
+                        record
+                            .config
+                            .insert("default_expert_activation".into(), json!(default_expert_activation));
                     }
                     if let Some(ngram) = &self.ngram {
                         record.config.insert("ngram_table".into(), ngram.config());

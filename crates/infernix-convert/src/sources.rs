@@ -137,7 +137,8 @@ impl Sources {
             .map(|spec| {
                 let options = OpenOptions {
                     // Only the main source must be a model of its own.
-                    allow_missing_config: options.allow_missing_config || !matches!(&*spec.role, "base" | "quantized"),
+                    allow_missing_config: options.allow_missing_config
+                        || !matches!(&*spec.role, "base" | "quantized"),
                     ..*options
                 };
                 let checkpoint = Checkpoint::open(&spec.path, &options)?;
@@ -207,10 +208,10 @@ impl Sources {
     /// # Errors
     /// As [`Checkpoint::resolve`]; also if it is gone, which a plan over the same sources excludes.
     pub fn weight(&self, r: &WeightRef) -> Result<SourceTensor<'_>, ConvertError> {
-        self.list[r.source].checkpoint.resolve(&r.name)?.ok_or_else(|| ConvertError::MissingTensors {
-            count: 1,
-            names: r.name.clone(),
-        })
+        self.list[r.source]
+            .checkpoint
+            .resolve(&r.name)?
+            .ok_or_else(|| ConvertError::MissingTensors { count: 1, names: r.name.clone() })
     }
 
     /// Marks a tensor as used.

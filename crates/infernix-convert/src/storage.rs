@@ -51,15 +51,16 @@ pub(crate) fn decide(
     rule: &Rule,
     bank: bool,
 ) -> Result<Storage, ConvertError> {
-    let mismatch = |expected: String, advice: &str| ConvertError::Scheme {
+    let mismatch = |expected: String, advice: &'static str| ConvertError::Scheme {
         file: file.to_owned(),
         tensor: tensor.to_owned(),
         expected,
         found: scheme.to_string(),
-        advice: advice.to_owned(),
+        advice,
     };
-    let own = stored_format(scheme)
-        .ok_or_else(|| mismatch("a floating-point or quantized weight".into(), "this is no weight of this model"))?;
+    let own = stored_format(scheme).ok_or_else(|| {
+        mismatch("a floating-point or quantized weight".into(), "this is no weight of this model")
+    })?;
     let name = scheme_name(scheme).unwrap_or_default();
     if !rule.require.is_empty() && !rule.require.iter().any(|r| r == name) {
         return Err(mismatch(

@@ -57,8 +57,13 @@ fn inputs(class: Class, name: &str) -> Vec<String> {
         Class::HcDown | Class::HcInject | Class::FinalMixerDown => one(parent, "input"),
         Class::HcUp | Class::FinalMixerUp => one(parent, "hidden"),
         Class::PleKey | Class::PleValue => one(parent, "input"),
-        Class::MtpFc | Class::VisionPatch | Class::VisionAttn | Class::VisionProj | Class::VisionFc1
-        | Class::VisionFc2 | Class::VisionMerger => one(name.trim_end_matches("/weight"), "input"),
+        Class::MtpFc
+        | Class::VisionPatch
+        | Class::VisionAttn
+        | Class::VisionProj
+        | Class::VisionFc1
+        | Class::VisionFc2
+        | Class::VisionMerger => one(name.trim_end_matches("/weight"), "input"),
         _ => Vec::new(),
     }
 }
@@ -68,8 +73,18 @@ fn usual_policy(p: &Parameter, storage: &Storage, scheme: Scheme) -> ActivationP
     // Small or sensitive matrices stay at 16 bits on every route.
     let guarded = matches!(
         p.class,
-        Class::Router | Class::SharedGate | Class::HcDown | Class::HcUp | Class::HcInject | Class::FinalMixerDown
-            | Class::FinalMixerUp | Class::IndexerQ | Class::IndexerK | Class::GdnA | Class::GdnB | Class::PleKey
+        Class::Router
+            | Class::SharedGate
+            | Class::HcDown
+            | Class::HcUp
+            | Class::HcInject
+            | Class::FinalMixerDown
+            | Class::FinalMixerUp
+            | Class::IndexerQ
+            | Class::IndexerK
+            | Class::GdnA
+            | Class::GdnB
+            | Class::PleKey
             | Class::PleValue
     ) || p.component == Component::Vision;
     match storage.format {

@@ -24,9 +24,14 @@ fn expert<'c>(
 }
 
 /// Unpacks every record and compares codes, block scales and multipliers with the source's words.
-pub(super) fn compare(context: &Context<'_>, object: usize, source: usize, prefix: &str) -> Result<(), ConvertError> {
+pub(super) fn compare(
+    context: &Context<'_>,
+    object: usize,
+    source: usize,
+    prefix: &str,
+) -> Result<(), ConvertError> {
     let object = &context.artifact.directory().objects[object];
-    let failed = |source| ConvertError::Format { what: object.id.clone(), source };
+    let failed = |source| ConvertError::Format { what: object.id.clone(), source: Box::new(source) };
     let Ok(layout) = object.layout().parse::<Layout>() else { return Ok(()) };
     let shape = BankShape::new(layout, object.shape().unwrap_or_default()).map_err(failed)?;
     let nvfp4 = layout == Layout::Nvfp4ExpertRg16V1;
@@ -35,14 +40,17 @@ pub(super) fn compare(context: &Context<'_>, object: usize, source: usize, prefi
     if own.map(|f| f.name()) != object.format() {
         context.tally.problem(format!(
             "object {}: {} records, the source's experts are {}",
-            object.id, object.format().unwrap_or_default(), first.scheme()
+            object.id,
+            object.format().unwrap_or_default(),
+            first.scheme()
         ));
         return Ok(());
     }
     let mut globals = vec![0; if nvfp4 { 12 * shape.experts as usize } else { 0 }];
     context.artifact.read_at(object.offset + shape.stride * shape.experts, &mut globals)?;
     let mut record = vec![0; shape.stride as usize];
-    let (mut codes, mut scales, mut source_codes, mut source_scales) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut codes, mut scales, mut source_codes, mut source_scales) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for e in 0..shape.experts {
         context.interrupt.check()?;
         context.artifact.read_at(object.offset + e * shape.stride, &mut record)?;
@@ -58,7 +66,8 @@ pub(super) fn compare(context: &Context<'_>, object: usize, source: usize, prefi
                 codes.resize((rows * k / 2) as usize, 0);
                 scales.resize((rows * k / 16) as usize, 0);
                 unpack_nvfp4(&shape, &record, matrix, &mut codes, &mut scales).map_err(failed)?;
-                let word = |tensor, columns| Words { tensor, unit: 1, columns, per_row: k / columns, first_row: 0 };
+                let word =
+                    |tensor, columns| Words { tensor, unit: 1, columns, per_row: k / columns, first_row: 0 };
                 wrong += word(&p.weight.name, 2).compare(context, &source_codes, &codes);
                 wrong += word(scale_name, 16).compare(context, &source_scales, &scales);
                 if let Some(global) = p.global_scale {
@@ -73,14 +82,17 @@ pub(super) fn compare(context: &Context<'_>, object: usize, source: usize, prefi
                 wrong += word.compare(context, &source_codes, codes);
                 if let Some(scale) = p.scale {
                     let tiles = k.div_ceil(128);
-                    let word = Words { tensor: scale_name, unit: 4, columns: 128, per_row: tiles, first_row: 0 };
+                    let word =
+                        Words { tensor: scale_name, unit: 4, columns: 128, per_row: tiles, first_row: 0 };
                     wrong += word.compare(context, &widened(scale.dtype, &source_scales), scales);
                 }
             }
         }
         if let Some(at) = record[shape.record_bytes as usize..].iter().position(|b| *b != 0) {
             let at = shape.record_bytes + at as u64;
-            context.tally.problem(format!("object {}: padding byte {at} of expert {e} is not zero", object.id));
+            context
+                .tally
+                .problem(format!("object {}: padding byte {at} of expert {e} is not zero", object.id));
             wrong += 1;
         }
         context.tally.experts(1, u64::from(wrong > 0));
@@ -117,7 +129,11 @@ pub(super) fn compare_input_scales(
 }
 
 /// The activation scale of a dense weight.
-pub(super) fn compare_input_scale(context: &Context<'_>, object: usize, weight: &WeightRef) -> Result<(), ConvertError> {
+pub(super) fn compare_input_scale(
+    context: &Context<'_>,
+    object: usize,
+    weight: &WeightRef,
+) -> Result<(), ConvertError> {
     let object = &context.artifact.directory().objects[object];
     let stored = read_object(context, object)?;
     match stored.as_chunks::<4>().0 {
@@ -129,7 +145,11 @@ pub(super) fn compare_input_scale(context: &Context<'_>, object: usize, weight: 
     }
 }
 
-fn compare_scale(context: &Context<'_>, weight: &SourceTensor<'_>, found: [u8; 4]) -> Result<(), ConvertError> {
+fn compare_scale(
+    context: &Context<'_>,
+    weight: &SourceTensor<'_>,
+    found: [u8; 4],
+) -> Result<(), ConvertError> {
     let Some(plane) = weight.planes().input_scale else {
         context.tally.problem(format!("{}: the checkpoint has no activation scale", weight.name()));
         return Ok(());

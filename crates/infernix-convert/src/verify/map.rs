@@ -5,13 +5,14 @@ use std::ops::Range;
 
 use infernix_artifact::{Binding, Directory};
 use infernix_formats::Layout;
-use infernix_model::{Component, ModelConfig, Parameter, Rows, Source, parameters};
+use infernix_model::{Component, ModelConfig, Parameter, Source, parameters};
 
 use super::Context;
 use super::tally::Mismatch;
 use crate::ConvertError;
 use crate::build::{model_config, name_style};
 use crate::experts::{ExpertSource, matrix_name};
+use crate::group::rows_of;
 use crate::ngram::NgramPlan;
 use crate::plan::{Content, view_rows};
 use crate::resources::RESOURCES;
@@ -98,7 +99,9 @@ impl Task {
                 super::bank::compare_input_scales(context, *object, *source, prefix)
             }
             Task::InputScale { object, weight } => super::bank::compare_input_scale(context, *object, weight),
-            Task::Tensor { object, source, name } => super::rows::compare_tensor(context, *object, *source, name),
+            Task::Tensor { object, source, name } => {
+                super::rows::compare_tensor(context, *object, *source, name)
+            }
             Task::Resource { object, component, role } => resource(context, *object, *component, role),
             Task::Proposal { head, ids, weight, target } => {
                 super::rows::compare_proposal(context, map, *head, *ids, weight, *target)
@@ -107,7 +110,12 @@ impl Task {
     }
 }
 
-fn resource(context: &Context<'_>, object: usize, component: Component, role: &str) -> Result<(), ConvertError> {
+fn resource(
+    context: &Context<'_>,
+    object: usize,
+    component: Component,
+    role: &str,
+) -> Result<(), ConvertError> {
     let list = context.sources.list();
     let source = list.iter().find(|s| s.spec.role == "resources").unwrap_or(&list[0]);
     let stored = context.artifact.resource(component.name(), role)?;
@@ -179,17 +187,6 @@ struct Builder<'a> {
     map: Map,
 }
 
-/// Rows of the source that a parameter takes, in its own order.
-fn source_rows(rows: &Rows, all: u64) -> Vec<Range<u64>> {
-    match *rows {
-        Rows::All => vec![0..all],
-        Rows::Range { begin, count } => vec![begin..begin + count],
-        Rows::PerHead { heads, stride, begin, take } => {
-            (0..heads).map(|h| h * stride + begin..h * stride + begin + take).collect()
-        }
-    }
-}
-
 impl Builder<'_> {
     /// The model that the artifact says it is must be the checkpoint's.
     fn config(&mut self, config: &ModelConfig) {
@@ -199,7 +196,8 @@ impl Builder<'_> {
             Err(e) => self.map.problems.push(format!("the text component's {e}")),
             Ok(own) => {
                 let same = own.architecture == config.architecture
-                    && (own.hidden, own.vocab, own.max_positions) == (config.hidden, config.vocab, config.max_positions)
+                    && (own.hidden, own.vocab, own.max_positions)
+                        == (config.hidden, config.vocab, config.max_positions)
                     && own.layers == config.layers
                     && own.eps.to_bits() == config.eps.to_bits()
                     && own.attention == config.attention
@@ -210,7 +208,9 @@ impl Builder<'_> {
                     && own.qsa == config.qsa
                     && own.ple == config.ple;
                 if !same {
-                    self.map.problems.push("the text component's configuration is of another model than the checkpoint's".into());
+                    self.map.problems.push(
+                        "the text component's configuration is of another model than the checkpoint's".into(),
+                    );
                 }
             }
         }
@@ -222,7 +222,9 @@ impl Builder<'_> {
             if let serde_json::Value::Object(expected) = config.to_text_config() {
                 for key in expected.keys().chain(stored.keys()).collect::<BTreeSet<_>>() {
                     if expected.get(key) != stored.get(key) {
-                        self.map.problems.push(format!("the text component's `{key}` is not that of config.json"));
+                        self.map
+                            .problems
+                            .push(format!("the text component's `{key}` is not that of config.json"));
                     }
                 }
             }
@@ -262,7 +264,13 @@ impl Builder<'_> {
     }
 
     /// Pairs binding parts with source rows.
-    fn pair(&mut self, target: usize, parts: &[(usize, u64, u64)], sources: &[(WeightRef, Range<u64>)], k: u64) {
+    fn pair(
+        &mut self,
+        target: usize,
+        parts: &[(usize, u64, u64)],
+        sources: &[(WeightRef, Range<u64>)],
+        k: u64,
+    ) {
         let mut parts = parts.iter().copied();
         let mut part = parts.next();
         for (weight, rows) in sources {
@@ -271,7 +279,14 @@ impl Builder<'_> {
                 let Some((object, begin, end)) = part else { return };
                 let len = (rows.end * k - at).min(end - begin);
                 let runs = self.runs.entry(object).or_default();
-                runs.push(Run { target, weight: weight.clone(), k, object_begin: begin, source_begin: at, len });
+                runs.push(Run {
+                    target,
+                    weight: weight.clone(),
+                    k,
+                    object_begin: begin,
+                    source_begin: at,
+                    len,
+                });
                 at += len;
                 part = if begin + len == end { parts.next() } else { Some((object, begin + len, end)) };
             }
@@ -283,17 +298,23 @@ impl Builder<'_> {
         let gone = |name: &str| ConvertError::MissingTensors { count: 1, names: name.to_owned() };
         match &p.source {
             Source::Tensor { name, shape, rows } => {
-                let (source, weight) = sources.locate(name, p.component, None, false)?.ok_or_else(|| gone(name))?;
+                let (source, weight) =
+                    sources.locate(name, p.component, None, false)?.ok_or_else(|| gone(name))?;
                 if weight.shape() != &shape[..] {
                     let info = weight.planes().weight;
                     let (file, tensor) = (sources.file_of(source, info), info.name.to_string());
-                    return Err(ConvertError::Shape { file, tensor, expected: shape.clone(), found: weight.shape().to_vec() });
+                    return Err(ConvertError::Shape {
+                        file,
+                        tensor,
+                        expected: shape.clone(),
+                        found: weight.shape().to_vec(),
+                    });
                 }
                 let Some(parts) = self.parts(&p.name, p.shape.iter().product()) else { return Ok(()) };
                 let (all, k) = view_rows(weight.shape());
                 let reference = WeightRef { source, name: weight.name().to_owned() };
                 let target = self.target(p, &p.name, 1);
-                let list: Vec<_> = source_rows(rows, all).into_iter().map(|r| (reference.clone(), r)).collect();
+                let list: Vec<_> = rows_of(rows, all).into_iter().map(|r| (reference.clone(), r)).collect();
                 self.pair(target, &parts, &list, k);
             }
             Source::Experts { prefix } => {
@@ -310,7 +331,8 @@ impl Builder<'_> {
                 let Some(parts) = self.parts(&p.name, p.shape.iter().product()) else { return Ok(()) };
                 match parts[..] {
                     [(object, 0, _)] => {
-                        let task = Task::InputScales { object, source: experts.source, prefix: prefix.clone() };
+                        let task =
+                            Task::InputScales { object, source: experts.source, prefix: prefix.clone() };
                         self.map.tasks.push(task);
                     }
                     _ => self.map.problems.push(format!("binding {} is cut into parts", p.name)),
@@ -318,7 +340,9 @@ impl Builder<'_> {
             }
             Source::NgramScale { name } => {
                 for source in sources.order(None, p.component, true) {
-                    let Some(t) = sources.checkpoint(source).get(name).filter(|t| t.is_scalar()) else { continue };
+                    let Some(t) = sources.checkpoint(source).get(name).filter(|t| t.is_scalar()) else {
+                        continue;
+                    };
                     if let Some(parts) = self.parts(&p.name, 1)
                         && let [(object, 0, _)] = parts[..]
                     {
@@ -347,12 +371,18 @@ impl Builder<'_> {
         let (e, h, i) = (p.shape[0], p.shape[1], p.shape[2]);
         if self.directory.bindings.contains_key(&p.name) {
             let Some(parts) = self.parts(&p.name, e * h * i) else { return };
-            let bank = |o: usize| self.directory.objects[o].layout().parse::<Layout>().is_ok_and(Layout::is_bank);
+            let bank =
+                |o: usize| self.directory.objects[o].layout().parse::<Layout>().is_ok_and(Layout::is_bank);
             match parts[..] {
-                [(object, 0, _)] if bank(object) && self.directory.objects[object].shape() == Some(&p.shape[..]) => {
+                [(object, 0, _)]
+                    if bank(object) && self.directory.objects[object].shape() == Some(&p.shape[..]) =>
+                {
                     if experts.fused {
                         let id = &self.directory.objects[object].id;
-                        let text = format!("object {id}: {} is a bank, the checkpoint has fused experts without block scales", p.name);
+                        let text = format!(
+                            "object {id}: {} is a bank, the checkpoint has fused experts without block scales",
+                            p.name
+                        );
                         self.map.problems.push(text);
                         return;
                     }
@@ -369,7 +399,8 @@ impl Builder<'_> {
             let Some(parts) = self.parts(name, rows * k) else { continue };
             let target = self.target(p, name, if down { e } else { 2 * e });
             if let Content::Rows { weights, segments, .. } = experts.parent(prefix, down, e, h, i) {
-                let list: Vec<_> = segments.into_iter().map(|s| (weights[s.weight].clone(), s.rows)).collect();
+                let list: Vec<_> =
+                    segments.into_iter().map(|s| (weights[s.weight].clone(), s.rows)).collect();
                 self.pair(target, &parts, &list, k);
             }
         }
@@ -385,12 +416,19 @@ impl Builder<'_> {
             for object in one.auxiliaries.values() {
                 let Some(&index) = self.ids.get(object.as_str()) else { continue };
                 scaled.insert(one.parameter.as_str());
-                let Some(Source::Tensor { name, .. }) = by_name.get(one.parameter.as_str()).map(|p| &p.source) else {
-                    self.map.problems.push(format!("use of {}: unexpected auxiliary {object}", one.parameter));
+                let Some(Source::Tensor { name, .. }) =
+                    by_name.get(one.parameter.as_str()).map(|p| &p.source)
+                else {
+                    self.map
+                        .problems
+                        .push(format!("use of {}: unexpected auxiliary {object}", one.parameter));
                     continue;
                 };
                 let component = by_name[one.parameter.as_str()].component;
-                let Some((source, weight)) = self.context.sources.locate(name, component, None, false)? else { continue };
+                let Some((source, weight)) = self.context.sources.locate(name, component, None, false)?
+                else {
+                    continue;
+                };
                 if seen.insert((index, weight.name().to_owned())) {
                     let weight = WeightRef { source, name: weight.name().to_owned() };
                     self.map.tasks.push(Task::InputScale { object: index, weight });
@@ -404,7 +442,9 @@ impl Builder<'_> {
                 && weight.planes().input_scale.is_some()
                 && !scaled.contains(p.name.as_str())
             {
-                self.map.problems.push(format!("{}: the checkpoint's activation scale is not in the artifact", p.name));
+                self.map
+                    .problems
+                    .push(format!("{}: the checkpoint's activation scale is not in the artifact", p.name));
             }
         }
         Ok(())
@@ -422,7 +462,9 @@ impl Builder<'_> {
             let source = list.iter().find(|s| s.spec.role == "resources").unwrap_or(&list[0]);
             for name in names {
                 if !record.resources.contains_key(*name) && source.checkpoint.folder().join(name).exists() {
-                    self.map.problems.push(format!("resource {name} of the checkpoint is not in the artifact"));
+                    self.map
+                        .problems
+                        .push(format!("resource {name} of the checkpoint is not in the artifact"));
                 }
             }
         }
@@ -461,6 +503,10 @@ impl Builder<'_> {
 }
 
 /// Base name of an expert's matrix, for messages.
-pub(crate) fn expert_tensor(prefix: &str, expert: u64, matrix: infernix_formats::expert_bank::ExpertMatrix) -> String {
+pub(crate) fn expert_tensor(
+    prefix: &str,
+    expert: u64,
+    matrix: infernix_formats::expert_bank::ExpertMatrix,
+) -> String {
     matrix_name(prefix, expert, matrix)
 }

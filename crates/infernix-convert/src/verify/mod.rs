@@ -112,7 +112,8 @@ pub fn verify(
     }
     check_words(&artifact, &mut report)?;
 
-    let table = NgramTable::of(directory).map_err(|reason| ConvertError::Verify { path: artifact.path().into(), reason })?;
+    let table = NgramTable::of(directory)
+        .map_err(|reason| ConvertError::Verify { path: artifact.path().into(), reason })?;
     let volume = match &table {
         Some(table) if !options.skip_ngram => {
             let found = locate(artifact.path(), options.ngram.as_deref(), table.volume_id)?;
@@ -139,7 +140,9 @@ pub fn verify(
             progress.begin("n-gram rows", volume.geometry().file_bytes());
             let found = volume.verify(interrupt, |bytes| progress.advance(bytes))?;
             progress.end();
-            report.problems.extend(found.problems.iter().map(|p| format!("{}: {p}", volume.path().display())));
+            report
+                .problems
+                .extend(found.problems.iter().map(|p| format!("{}: {p}", volume.path().display())));
             row_digest = found.row_digest.or(row_digest);
         }
     } else {
@@ -204,13 +207,19 @@ fn check_words(artifact: &Artifact, report: &mut VerifyReport) -> Result<(), Con
         let (Some(shape), Some(format)) = (object.shape(), object.format()) else { continue };
         let known = format.parse::<infernix_formats::Format>().ok().zip(object.layout().parse().ok());
         let Some((format, layout)) = known else {
-            report.warnings.push(format!("object {}: format {format} in {} is unknown here", object.id, object.layout()));
+            report.warnings.push(format!(
+                "object {}: format {format} in {} is unknown here",
+                object.id,
+                object.layout()
+            ));
             continue;
         };
         match infernix_formats::encoded_size(layout, format, shape) {
             Ok(bytes) if bytes == object.bytes => {}
             Ok(bytes) => {
-                report.problems.push(format!("object {}: {} bytes, its shape needs {bytes}", object.id, object.bytes));
+                report
+                    .problems
+                    .push(format!("object {}: {} bytes, its shape needs {bytes}", object.id, object.bytes));
             }
             Err(e) => report.problems.push(format!("object {}: {e}", object.id)),
         }

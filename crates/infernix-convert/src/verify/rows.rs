@@ -20,7 +20,8 @@ use crate::sources::{WeightRef, stored_format};
 fn known(context: &Context<'_>, object: &Object) -> Option<(Format, Layout)> {
     let found = object.format().and_then(|f| f.parse().ok()).zip(object.layout().parse().ok());
     if found.is_none() {
-        let text = format!("object {}: {:?} in {} is unknown here", object.id, object.format(), object.layout());
+        let text =
+            format!("object {}: {:?} in {} is unknown here", object.id, object.format(), object.layout());
         context.tally.problem(text);
     }
     found
@@ -47,7 +48,12 @@ impl Words<'_> {
             return 0;
         }
         if expected.len() != found.len() {
-            let text = format!("{}: {} bytes are stored, the source has {}", self.tensor, found.len(), expected.len());
+            let text = format!(
+                "{}: {} bytes are stored, the source has {}",
+                self.tensor,
+                found.len(),
+                expected.len()
+            );
             context.tally.problem(text);
             return 1;
         }
@@ -80,14 +86,22 @@ impl Words<'_> {
 }
 
 /// Compares all elements of an object that bindings name.
-pub(super) fn compare(context: &Context<'_>, map: &Map, object: usize, runs: &[Run]) -> Result<(), ConvertError> {
+pub(super) fn compare(
+    context: &Context<'_>,
+    map: &Map,
+    object: usize,
+    runs: &[Run],
+) -> Result<(), ConvertError> {
     let object = &context.artifact.directory().objects[object];
     let Some((format, layout)) = known(context, object) else { return Ok(()) };
     let mut next = 0;
     for run in runs {
         // Elements that no parameter names would be dead weight, or a slip in the bindings.
         if run.object_begin > next {
-            context.tally.problem(format!("object {}: elements {next}..{} belong to no parameter", object.id, run.object_begin));
+            context.tally.problem(format!(
+                "object {}: elements {next}..{} belong to no parameter",
+                object.id, run.object_begin
+            ));
         }
         next = next.max(run.object_begin + run.len);
         let weight = context.sources.weight(&run.weight)?;
@@ -99,7 +113,11 @@ pub(super) fn compare(context: &Context<'_>, map: &Map, object: usize, runs: &[R
         }
     }
     if next < object.elements() {
-        context.tally.problem(format!("object {}: elements {next}..{} belong to no parameter", object.id, object.elements()));
+        context.tally.problem(format!(
+            "object {}: elements {next}..{} belong to no parameter",
+            object.id,
+            object.elements()
+        ));
     }
     Ok(())
 }
@@ -118,7 +136,8 @@ fn direct(
     let widens = format == Format::Fp32 && matches!(own, Some(Format::Bf16 | Format::Fp16));
     let mut stored = Vec::new();
     let mut source = Vec::new();
-    let mut errors = Errors { method: Method::Cast.name().into(), format: format.name().into(), ..Errors::default() };
+    let mut errors =
+        Errors { method: Method::Cast.name().into(), format: format.name().into(), ..Errors::default() };
     let mut done = 0;
     // Values of coded sources are decoded row by row.
     let step = ((context.step / width).max(1) / run.k.max(1)).max(1) * run.k.max(1);
@@ -151,7 +170,11 @@ fn direct(
                 Format::Fp16 => floats(Dtype::F16, &stored),
                 Format::Fp32 => floats(Dtype::F32, &stored),
                 _ => {
-                    context.tally.problem(format!("object {}: {format} words for {}", object.id, weight.name()));
+                    context.tally.problem(format!(
+                        "object {}: {format} words for {}",
+                        object.id,
+                        weight.name()
+                    ));
                     return Ok(());
                 }
             };
@@ -199,7 +222,7 @@ impl Stored {
         shape: [u64; 2],
         rows: Range<u64>,
     ) -> Result<Self, ConvertError> {
-        let failed = |source| ConvertError::Format { what: object.id.clone(), source };
+        let failed = |source| ConvertError::Format { what: object.id.clone(), source: Box::new(source) };
         let step = layout.row_step();
         let aligned = rows.start / step * step..rows.end.next_multiple_of(step).min(shape[0]);
         let mut planes = RowPlanes::default();
@@ -244,7 +267,6 @@ impl Stored {
     }
 }
 
-#[expect(clippy::too_many_arguments, reason = "the parts of one comparison")]
 fn coded(
     context: &Context<'_>,
     map: &Map,
@@ -255,8 +277,16 @@ fn coded(
     run: &Run,
 ) -> Result<(), ConvertError> {
     let k = run.k;
-    if layout.is_bank() || k == 0 || run.object_begin % k != 0 || run.len % k != 0 || run.source_begin % k != 0 {
-        context.tally.problem(format!("object {}: {} is not bound by whole rows", object.id, map.targets[run.target].parameter));
+    if layout.is_bank()
+        || k == 0
+        || run.object_begin % k != 0
+        || run.len % k != 0
+        || run.source_begin % k != 0
+    {
+        context.tally.problem(format!(
+            "object {}: {} is not bound by whole rows",
+            object.id, map.targets[run.target].parameter
+        ));
         return Ok(());
     }
     let shape = [object.elements() / k, k];
@@ -269,7 +299,11 @@ fn coded(
     let (mut row, end) = (run.object_begin / k, (run.object_begin + run.len) / k);
     let shift = |row: u64| row + run.source_begin / k - run.object_begin / k;
     if format == Format::Fp8Block128 && exact && row % 128 != (run.source_begin / k) % 128 {
-        context.tally.problem(format!("object {}: tiles of {} do not fall on the source's", object.id, weight.name()));
+        context.tally.problem(format!(
+            "object {}: tiles of {} do not fall on the source's",
+            object.id,
+            weight.name()
+        ));
         return Ok(());
     }
     let method = recorded_method(context, object);
@@ -294,7 +328,9 @@ fn coded(
         context.tally.errors(run.target, &errors);
         if method.is_none() {
             let name = &map.targets[run.target].parameter;
-            context.tally.warning(format!("{name}: the artifact does not say how {format} was made; only the error is known"));
+            context.tally.warning(format!(
+                "{name}: the artifact does not say how {format} was made; only the error is known"
+            ));
         }
     }
     Ok(())
@@ -321,8 +357,11 @@ fn words(
 
     let (_, name, codes) = read(PlaneKind::Weight, by_row(PlaneKind::Weight))?;
     let per_row = size(PlaneKind::Weight) / all;
-    Words { tensor: &name, unit: 1, columns: k / per_row.max(1), per_row, first_row: rows.start }
-        .compare(context, &codes, &stored.planes.codes);
+    Words { tensor: &name, unit: 1, columns: k / per_row.max(1), per_row, first_row: rows.start }.compare(
+        context,
+        &codes,
+        &stored.planes.codes,
+    );
 
     let mut global = size(PlaneKind::GlobalScale) > 0;
     match weight.scheme() {
@@ -335,14 +374,25 @@ fn words(
         Scheme::Fp8Row { .. } => {
             let (dtype, name, scales) = read(PlaneKind::Scale, by_row(PlaneKind::Scale))?;
             // Stored BF16 scales widen to what the source has.
-            let found = if dtype == Dtype::F32 { widened(Dtype::Bf16, &stored.planes.scales) } else { stored.planes.scales.clone() };
-            Words { tensor: &name, unit: (dtype.bits() / 8) as usize, columns: 1, per_row: 1, first_row: rows.start }
-                .compare(context, &scales, &found);
+            let found = if dtype == Dtype::F32 {
+                widened(Dtype::Bf16, &stored.planes.scales)
+            } else {
+                stored.planes.scales.clone()
+            };
+            Words {
+                tensor: &name,
+                unit: (dtype.bits() / 8) as usize,
+                columns: 1,
+                per_row: 1,
+                first_row: rows.start,
+            }
+            .compare(context, &scales, &found);
         }
         Scheme::Fp8Block128 { scale } => {
             let tiles = k.div_ceil(128);
             let width = tiles * scale.bits() / 8;
-            let (dtype, name, scales) = read(PlaneKind::Scale, rows.start / 128 * width..rows.end.div_ceil(128) * width)?;
+            let (dtype, name, scales) =
+                read(PlaneKind::Scale, rows.start / 128 * width..rows.end.div_ceil(128) * width)?;
             Words { tensor: &name, unit: 4, columns: 128, per_row: tiles, first_row: rows.start / 128 }
                 .compare(context, &widened(dtype, &scales), &stored.planes.scales);
         }
@@ -351,10 +401,17 @@ fn words(
         _ => context.tally.problem(format!("{}: {} is unknown here", weight.name(), weight.scheme())),
     }
     if global {
-        let kind = if matches!(weight.scheme(), Scheme::Fp8Tensor { .. }) { PlaneKind::Scale } else { PlaneKind::GlobalScale };
+        let kind = if matches!(weight.scheme(), Scheme::Fp8Tensor { .. }) {
+            PlaneKind::Scale
+        } else {
+            PlaneKind::GlobalScale
+        };
         let (dtype, name, word) = read(kind, 0..size(kind))?;
-        Words { tensor: &name, unit: 4, columns: 1, per_row: 1, first_row: 0 }
-            .compare(context, &widened(dtype, &word), &stored.planes.global);
+        Words { tensor: &name, unit: 4, columns: 1, per_row: 1, first_row: 0 }.compare(
+            context,
+            &widened(dtype, &word),
+            &stored.planes.global,
+        );
     }
     Ok(())
 }
@@ -381,7 +438,9 @@ fn requantized(
         weight.decode_rows_f32(source..source + count, &mut exact)?;
         let mut errors = Errors::default();
         let Some(part) = stored.part(&rows) else {
-            context.tally.problem(format!("{}: stored rows {rows:?} do not have their planes", weight.name()));
+            context
+                .tally
+                .problem(format!("{}: stored rows {rows:?} do not have their planes", weight.name()));
             return Ok((errors, count));
         };
         if let Err(e) = part.validate_words() {
@@ -389,27 +448,44 @@ fn requantized(
             return Ok((errors, count));
         }
         let mut decoded = vec![0f32; exact.len()];
-        part.decode_f32(&mut decoded).map_err(|source| ConvertError::Format { what: weight.name().into(), source })?;
+        part.decode_f32(&mut decoded).map_err(|source| ConvertError::Format {
+            what: weight.name().into(),
+            source: Box::new(source),
+        })?;
         errors.add(&exact, &decoded, k, source);
         let Some(method) = method else { return Ok((errors, 0)) };
-        let again = encode_rows(method, stored.format, k, &exact, source).map_err(|source| ConvertError::Word {
-            file: weight.checkpoint().shard_of(weight.planes().weight).name.clone(),
-            tensor: weight.name().to_owned(),
-            source,
-        })?;
         let all = (stored.rows.end - stored.rows.start) as usize;
         let (at, p) = ((rows.start - stored.rows.start) as usize, &stored.planes);
-        let wrong = (0..count as usize)
-            .filter(|row| {
-                [(&again.codes, &p.codes), (&again.high, &p.high), (&again.scales, &p.scales)].iter().any(|(new, old)| {
-                    let per = old.len() / all.max(1);
-                    new.get(row * per..(row + 1) * per) != old.get((at + row) * per..(at + row + 1) * per)
+        // Whether rows from `first` on of freshly encoded planes differ from the stored ones.
+        let wrong = |again: &RowPlanes, first: usize, count: usize| {
+            (0..count)
+                .filter(|row| {
+                    let planes =
+                        [(&again.codes, &p.codes), (&again.high, &p.high), (&again.scales, &p.scales)];
+                    planes.iter().any(|(new, old)| {
+                        let per = old.len() / all.max(1);
+                        let old = old.get((at + first + row) * per..(at + first + row + 1) * per);
+                        new.get(row * per..(row + 1) * per) != old
+                    })
                 })
-            })
-            .count();
+                .count()
+        };
+        let wrong = match encode_rows(method, stored.format, k, &exact, source) {
+            Ok(again) => wrong(&again, 0, count as usize),
+            // Values that cannot be encoded are another checkpoint's: row by row, to count only theirs.
+            Err(_) => exact
+                .chunks(k as usize)
+                .enumerate()
+                .map(|(row, values)| match encode_rows(method, stored.format, k, values, 0) {
+                    Ok(again) => wrong(&again, row, 1),
+                    Err(_) => 1,
+                })
+                .sum(),
+        };
         Ok((errors, wrong as u64))
     };
-    let results: Vec<(Errors, u64)> = context.pool.install(|| blocks.into_par_iter().map(one).collect::<Result<_, _>>())?;
+    let results: Vec<(Errors, u64)> =
+        context.pool.install(|| blocks.into_par_iter().map(one).collect::<Result<_, _>>())?;
     // In the order of rows, so that the sums do not depend on the number of threads.
     for (part, wrong) in results {
         errors.squares += part.squares;
@@ -424,7 +500,12 @@ fn requantized(
 }
 
 /// A small tensor stored whole.
-pub(super) fn compare_tensor(context: &Context<'_>, object: usize, source: usize, name: &str) -> Result<(), ConvertError> {
+pub(super) fn compare_tensor(
+    context: &Context<'_>,
+    object: usize,
+    source: usize,
+    name: &str,
+) -> Result<(), ConvertError> {
     let object = &context.artifact.directory().objects[object];
     let checkpoint = context.sources.checkpoint(source);
     let Some(info) = checkpoint.get(name) else { return Ok(()) };
@@ -434,7 +515,8 @@ pub(super) fn compare_tensor(context: &Context<'_>, object: usize, source: usize
     context.progress.advance(object.bytes);
     let expected = if object.format() == Some("fp32") { widened(info.dtype, &bytes) } else { bytes };
     let unit = if object.format() == Some("fp32") { 4 } else { 2 };
-    Words { tensor: name, unit, columns: 1, per_row: info.elements(), first_row: 0 }.compare(context, &expected, &stored);
+    Words { tensor: name, unit, columns: 1, per_row: info.elements(), first_row: 0 }
+        .compare(context, &expected, &stored);
     Ok(())
 }
 
@@ -454,24 +536,27 @@ pub(super) fn compare_proposal(
     let (vocab, k) = view_rows(source.shape());
     let mut bytes = vec![0; ids.bytes as usize];
     context.artifact.read_at(ids.offset, &mut bytes)?;
-    let list: Vec<u64> =
-        bytes.as_chunks::<4>().0.iter().map(|w| u64::try_from(i32::from_le_bytes(*w)).unwrap_or(u64::MAX)).collect();
+    let list: Vec<u64> = bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|w| u64::try_from(i32::from_le_bytes(*w)).unwrap_or(u64::MAX))
+        .collect();
     let distinct: std::collections::BTreeSet<u64> = list.iter().copied().collect();
-    if distinct.len() != list.len() || list.iter().any(|id| *id >= vocab) || head.shape() != Some(&[list.len() as u64, k]) {
-        context.tally.problem("proposal/token_ids: ids are not distinct tokens, one a row of proposal/head".into());
+    if distinct.len() != list.len()
+        || list.iter().any(|id| *id >= vocab)
+        || head.shape() != Some(&[list.len() as u64, k])
+    {
+        context
+            .tally
+            .problem("proposal/token_ids: ids are not distinct tokens, one a row of proposal/head".into());
         return Ok(());
     }
     let own = stored_format(source.scheme());
     for (row, id) in (0u64..).zip(&list) {
         context.interrupt.check()?;
-        let run = Run {
-            target,
-            weight: weight.clone(),
-            k,
-            object_begin: row * k,
-            source_begin: id * k,
-            len: k,
-        };
+        let run =
+            Run { target, weight: weight.clone(), k, object_begin: row * k, source_begin: id * k, len: k };
         if format.direct_bytes().is_some() {
             direct(context, head, format, own, &source, &run)?;
         } else {

@@ -19,7 +19,9 @@ pub(super) fn compare(
     rows: NgramRows,
 ) -> Result<Option<Digest>, ConvertError> {
     let Some(plan) = &map.ngram else {
-        context.tally.problem("the artifact has an n-gram volume, the checkpoint's model has no table".into());
+        context
+            .tally
+            .problem("the artifact has an n-gram volume, the checkpoint's model has no table".into());
         return Ok(None);
     };
     let path = volume.path().display();
@@ -27,10 +29,17 @@ pub(super) fn compare(
     plan.check_buffers(context.sources, config)?;
     let g = *volume.geometry();
     let format = volume.header().extension.as_ref().map(|e| e.format.clone());
-    if g.rows != plan.rows || u64::from(g.row_bytes) != plan.row_bytes || format.is_some_and(|f| f != plan.format.name()) {
+    if g.rows != plan.rows
+        || u64::from(g.row_bytes) != plan.row_bytes
+        || format.is_some_and(|f| f != plan.format.name())
+    {
         context.tally.problem(format!(
             "{path}: {} rows of {} bytes, the checkpoint's table has {} rows of {} bytes ({})",
-            g.rows, g.row_bytes, plan.rows, plan.row_bytes, plan.format.name()
+            g.rows,
+            g.row_bytes,
+            plan.rows,
+            plan.row_bytes,
+            plan.format.name()
         ));
         return Ok(None);
     }
@@ -38,7 +47,9 @@ pub(super) fn compare(
         let bits = |scales: &[f32]| scales.iter().map(|s| s.to_bits()).collect::<Vec<_>>();
         let expected = plan.scale_words(context.sources)?;
         if bits(&extension.scales) != bits(&expected) {
-            context.tally.problem(format!("{path}: scales {:?}, the checkpoint has {expected:?}", extension.scales));
+            context
+                .tally
+                .problem(format!("{path}: scales {:?}, the checkpoint has {expected:?}", extension.scales));
         }
     }
     let reader = TableReader::new(plan, context.sources)?;
@@ -95,7 +106,11 @@ fn tell(context: &Context<'_>, plan: &crate::NgramPlan, first: u64, source: &[u8
                 let at = a.iter().zip(b).take_while(|(x, y)| x == y).count();
                 if wrong <= 20 {
                     let word = |bytes: &[u8]| bytes.get(at).map_or_else(String::new, |b| format!("{b:#04x}"));
-                    context.tally.problem(format!("n-gram row {row}, byte {at}: expected {}, found {}", word(a), word(b)));
+                    context.tally.problem(format!(
+                        "n-gram row {row}, byte {at}: expected {}, found {}",
+                        word(a),
+                        word(b)
+                    ));
                 }
             }
         }

@@ -272,12 +272,16 @@ impl Tally {
         report.tensors = map.plain_tensors;
         for (index, target) in map.targets.iter().enumerate() {
             let Some(errors) = c.errors.get(&index) else {
-                report.tensors += u64::from(target.counted);
+                report.tensors += target.counted;
                 continue;
             };
             if !target.proposal {
                 *report.requantized.entry(target.component.name().to_owned()).or_default() += target.matrices;
-                let rel_error = if errors.total > 0.0 { (errors.squares / errors.total).sqrt() } else { errors.squares.sqrt() };
+                let rel_error = if errors.total > 0.0 {
+                    (errors.squares / errors.total).sqrt()
+                } else {
+                    errors.squares.sqrt()
+                };
                 report.requantized_parameters.push(Requantized {
                     name: target.parameter.clone(),
                     format: errors.format.clone(),

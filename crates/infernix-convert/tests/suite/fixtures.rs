@@ -1,8 +1,6 @@
 //! Every test checkpoint through `auto`: each tensor as stored, nothing differs.
 
-mod common;
-
-use common::{converted, demo, fixture, options};
+use crate::common::{converted, demo, fixture, options};
 use infernix_artifact::Interrupt;
 use infernix_convert::{Silent, VerifyOptions, verify};
 use std::path::Path;
@@ -10,13 +8,15 @@ use std::path::Path;
 fn round_trip(checkpoint: &Path, recipe: &str) -> (infernix_convert::Plan, infernix_convert::VerifyReport) {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("x.infernix");
-    let (plan, outcome) = converted(&options(checkpoint, recipe, &out)).unwrap_or_else(|e| panic!("{checkpoint:?}: {e}"));
+    let (plan, outcome) =
+        converted(&options(checkpoint, recipe, &out)).unwrap_or_else(|e| panic!("{checkpoint:?}: {e}"));
     let mut o = VerifyOptions::new(&out, Some(checkpoint.to_owned()));
     o.threads = 2;
     let report = verify(&o, &Silent, &Interrupt::default()).unwrap();
     assert!(report.ok, "{checkpoint:?}: {report:#?}");
     assert_eq!(report.digest, Some(outcome.digest));
-    let structure = verify(&VerifyOptions { sources: Vec::new(), ..o }, &Silent, &Interrupt::default()).unwrap();
+    let structure =
+        verify(&VerifyOptions { sources: Vec::new(), ..o }, &Silent, &Interrupt::default()).unwrap();
     assert!(structure.ok && structure.digest == report.digest, "{structure:#?}");
     (plan, report)
 }
@@ -39,7 +39,10 @@ fn auto_keeps_every_tensor_of_every_scheme() {
         assert!(plan.ignored.is_empty(), "{name}: {:?}", plan.ignored);
         assert_eq!(plan.default_expert_activation, activation, "{name}");
         for format in formats {
-            assert!(plan.objects.iter().any(|o| o.format.is_some_and(|f| f.name() == *format)), "{name}: {format}");
+            assert!(
+                plan.objects.iter().any(|o| o.format.is_some_and(|f| f.name() == *format)),
+                "{name}: {format}"
+            );
         }
         eprintln!("{name}: {} experts, {} tensors, {:?}", report.experts, report.tensors, plan.warnings);
     }

@@ -1,10 +1,11 @@
 //! Paths and short-cuts that the tests share.
-#![expect(dead_code, reason = "each test binary uses some of them")]
 
 use std::path::{Path, PathBuf};
 
 use infernix_artifact::Interrupt;
-use infernix_convert::{ConvertError, ConvertOptions, Outcome, Plan, Recipe, RunOptions, Silent, convert, plan};
+use infernix_convert::{
+    ConvertError, ConvertOptions, Outcome, Plan, Recipe, RunOptions, Silent, convert, plan,
+};
 
 pub(crate) fn demo() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/flash-demo-nvfp4")

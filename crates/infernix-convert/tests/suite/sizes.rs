@@ -1,11 +1,9 @@
 //! Plans from headers alone: the published sizes and counts of the real geometry.
 
-mod common;
-
 use std::process::Command;
 
-use common::{demo, options, shared};
-use infernix_convert::{Method, Plan, ProposalOptions, Proof, Ranking, plan};
+use crate::common::{demo, options, shared};
+use infernix_convert::{Method, Plan, Proof, ProposalOptions, Ranking, plan};
 
 fn headers(dir: &std::path::Path) -> bool {
     let Some(shared) = shared() else {
@@ -68,7 +66,10 @@ fn plans_from_real_headers_have_the_published_sizes() {
     assert_eq!(parameters(&dense8, |p| p == Proof::Requantized), 629 + 20);
     assert_eq!(parameters(&dense8, |p| p != Proof::Requantized), 987);
     let q4: Vec<_> = dense8.objects.iter().filter(|o| o.method == Method::Mse).collect();
-    assert_eq!(q4.iter().map(|o| o.shape.clone()).collect::<Vec<_>>(), [vec![512 * 1280, 2560], vec![512 * 2560, 640]]);
+    assert_eq!(
+        q4.iter().map(|o| o.shape.clone()).collect::<Vec<_>>(),
+        [vec![512 * 1280, 2560], vec![512 * 2560, 640]]
+    );
 
     let exact = make("qwen3_8_flash_next_nvfp4", None);
     assert_eq!(parameters(&exact, |p| p == Proof::Requantized), 20);

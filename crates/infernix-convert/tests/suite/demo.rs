@@ -1,8 +1,6 @@
 //! The bundled checkpoint through its recipes: nothing differs, and exactly the drafter is re-quantized.
 
-mod common;
-
-use common::{converted, demo, options};
+use crate::common::{converted, demo, options};
 use infernix_artifact::Interrupt;
 use infernix_convert::{Silent, VerifyOptions, VerifyReport, verify};
 use std::path::Path;
@@ -27,7 +25,10 @@ fn exact_recipe_keeps_every_word_but_the_drafters() {
     assert_eq!(report.digests, "ok");
     assert_eq!(report.digest, Some(outcome.digest));
     // Three matrices of each of 32 experts and 20 dense matrices.
-    assert_eq!(report.requantized.iter().map(|(k, v)| (k.as_str(), *v)).collect::<Vec<_>>(), [("mtp", 3 * 32 + 20)]);
+    assert_eq!(
+        report.requantized.iter().map(|(k, v)| (k.as_str(), *v)).collect::<Vec<_>>(),
+        [("mtp", 3 * 32 + 20)]
+    );
     assert_eq!(report.requantized_parameters.len(), 22);
     for p in &report.requantized_parameters {
         assert!(p.name.starts_with("mtp/"), "{p:?}");
