@@ -110,7 +110,8 @@ fn pieces(d: &mut Driver<CpuBackend>, s: &mut Sequence, ids: &[u32], seed: u64) 
         }
         let (good, bad) = ((1 + dice(3) as usize).min(left), dice(3) as usize);
         let mut columns = ids[s.len()..s.len() + good].to_vec();
-        columns.extend((0..bad).map(|_| dice(1000) as u32));
+        let vocab = d.model.config.vocab;
+        columns.extend((0..bad).map(|_| dice(vocab.min(1000)) as u32));
         if dice(2) == 0 && d.model.draft.is_some() && !s.is_empty() {
             d.draft(s, columns[0], 2, infernix_engine::driver::argmax).unwrap();
         }
@@ -186,19 +187,25 @@ fn close(name: &str, model: &Model, activations: ActivationPolicy, text: &[u32])
         let d: f64 = x.iter().zip(y).map(|(a, b)| f64::from(a - b).powi(2)).sum();
         (d / y.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>()).sqrt()
     };
-    let mut rel: Vec<f64> = got.iter().zip(&want).map(|(a, b)| l2(a, b)).collect();
-    rel.sort_by(f64::total_cmp);
+    let sorted = |x: &[Vec<f32>]| {
+        let mut rel: Vec<f64> = x.iter().zip(&want).map(|(a, b)| l2(a, b)).collect();
+        rel.sort_by(f64::total_cmp);
+        rel
+    };
+    let (rel, honest_rel) = (sorted(&got), sorted(&honest));
+    let honest_median = honest_rel[honest_rel.len() / 2];
     let mean = |x: &[Vec<f32>]| x.iter().zip(&want).map(|(a, b)| kld(b, a)).sum::<f64>() / want.len() as f64;
     let (ours, theirs) = (mean(&got), mean(&honest));
     let argmax = |x: &[f32]| infernix_engine::driver::argmax(x);
     let agree = got.iter().zip(&want).filter(|(a, b)| argmax(a) == argmax(b)).count();
     eprintln!(
-        "{name}: median relative L2 {:.2e}, worst {:.2e}; mean KLD {ours:.2e}, honest rounding {theirs:.2e}; argmax {agree} of {}",
+        "{name}: median relative L2 {:.2e}, worst {:.2e}, honest rounding's median {honest_median:.2e}; mean KLD {ours:.2e}, honest rounding {theirs:.2e}; argmax {agree} of {}",
         rel[rel.len() / 2],
         rel[rel.len() - 1],
         want.len()
     );
-    assert!(rel[rel.len() / 2] <= 1e-2, "{name}");
+    // Rounding activations to 4 bits multiplies a difference of one BF16 unit: there honest rounding itself is farther.
+    assert!(rel[rel.len() / 2] <= honest_median.max(1e-2), "{name}");
     assert!(ours <= 1.1 * theirs, "{name}: {ours:e} against {theirs:e}");
 }
 
@@ -237,7 +244,7 @@ fn flash_demo_changes_no_bit_with_the_call_and_stays_close_to_lossless() {
 fn expert_model_changes_no_bit_with_the_call_and_stays_close_to_lossless() {
     let Some(m) = Model::plain("reference/tiny_models/moe4") else { return };
     invariant("moe4", &m, ActivationPolicy::Artifact, KvFormat::Bf16);
-    close("moe4", &m, ActivationPolicy::Artifact, &ids(4000, 200, 3));
+    close("moe4", &m, ActivationPolicy::Artifact, &ids(640, 200, 3));
 }
 
 #[test]

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// `shared/` beside the repository, or `None` with a reason printed.
-pub fn shared(rest: &str) -> Option<PathBuf> {
+pub(crate) fn shared(rest: &str) -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared").join(rest);
     if !path.exists() {
         eprintln!("skipped: {} is not here", path.display());
@@ -27,7 +27,7 @@ pub fn shared(rest: &str) -> Option<PathBuf> {
 }
 
 /// A checkpoint of plain BF16 tensors as a weight source, and its n-gram table.
-pub fn plain_checkpoint(path: &Path) -> (MemorySource, Option<MemoryRows>) {
+pub(crate) fn plain_checkpoint(path: &Path) -> (MemorySource, Option<MemoryRows>) {
     let ck = Checkpoint::open(path, &OpenOptions::default()).unwrap();
     let config = ModelConfig::from_json(&ck.config().unwrap()).unwrap();
     let style = source_prefix(|n| ck.get(n).is_some());
@@ -111,7 +111,7 @@ fn per_expert(
 }
 
 /// A driver over the lossless backend.
-pub fn lossless(
+pub(crate) fn lossless(
     source: &MemorySource,
     table: Option<MemoryRows>,
     options: LosslessOptions,
@@ -131,7 +131,7 @@ pub fn lossless(
 }
 
 /// Converts a checkpoint with recipe `auto` into `folder` and opens it.
-pub fn converted(checkpoint: &Path, folder: &Path) -> Arc<Artifact> {
+pub(crate) fn converted(checkpoint: &Path, folder: &Path) -> Arc<Artifact> {
     use infernix_convert::{ConvertOptions, Recipe, RunOptions, Silent, convert, plan};
     let out = folder.join("model.infernix");
     let mut o = ConvertOptions::new(checkpoint, Recipe::load("auto").unwrap(), &out);
@@ -149,7 +149,7 @@ pub fn converted(checkpoint: &Path, folder: &Path) -> Arc<Artifact> {
 }
 
 /// A lossless driver over an artifact.
-pub fn artifact_driver(
+pub(crate) fn artifact_driver(
     artifact: &Arc<Artifact>,
     options: LosslessOptions,
     activations: ActivationPolicy,
@@ -163,10 +163,10 @@ pub fn artifact_driver(
 }
 
 /// Reference tensors of one file.
-pub struct Reference(Vec<u8>);
+pub(crate) struct Reference(Vec<u8>);
 
 impl Reference {
-    pub fn open(path: &Path) -> Self {
+    pub(crate) fn open(path: &Path) -> Self {
         Reference(std::fs::read(path).unwrap())
     }
 
@@ -183,27 +183,27 @@ impl Reference {
         Some((t.shape().to_vec(), t.data().chunks_exact(n).map(f).collect()))
     }
 
-    pub fn f32(&self, name: &str) -> (Vec<usize>, Vec<f32>) {
+    pub(crate) fn f32(&self, name: &str) -> (Vec<usize>, Vec<f32>) {
         self.tensor(name, safetensors::Dtype::F32, |b| f32::from_le_bytes(b.try_into().unwrap()), 4)
             .unwrap_or_else(|| panic!("{name} is not in the reference"))
     }
 
-    pub fn i32(&self, name: &str) -> Option<(Vec<usize>, Vec<i32>)> {
+    pub(crate) fn i32(&self, name: &str) -> Option<(Vec<usize>, Vec<i32>)> {
         self.tensor(name, safetensors::Dtype::I32, |b| i32::from_le_bytes(b.try_into().unwrap()), 4)
     }
 
-    pub fn i64(&self, name: &str) -> Option<(Vec<usize>, Vec<i64>)> {
+    pub(crate) fn i64(&self, name: &str) -> Option<(Vec<usize>, Vec<i64>)> {
         self.tensor(name, safetensors::Dtype::I64, |b| i64::from_le_bytes(b.try_into().unwrap()), 8)
     }
 
-    pub fn ids(&self, name: &str) -> Vec<u32> {
+    pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
         match self.i32(name) {
             Some((_, v)) => v.iter().map(|i| *i as u32).collect(),
             None => self.i64(name).unwrap().1.iter().map(|i| *i as u32).collect(),
         }
     }
 
-    pub fn names(&self) -> Vec<String> {
+    pub(crate) fn names(&self) -> Vec<String> {
         let st = safetensors::SafeTensors::deserialize(&self.0).unwrap();
         st.names()
             .into_iter()
@@ -213,7 +213,7 @@ impl Reference {
 }
 
 /// max |a - b| / max |b|.
-pub fn relative(a: &[f32], b: &[f32]) -> f64 {
+pub(crate) fn relative(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let (mut d, mut m) = (0f64, 0f64);
     for (a, b) in a.iter().zip(b) {
