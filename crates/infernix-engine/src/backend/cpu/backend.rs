@@ -127,12 +127,13 @@ impl CpuBackend {
         if k == 0 {
             return;
         }
-        if w.spec.activation != Activation::A16 {
-            return super::narrow::product(self.pool(), self.isa, w, &act, &out);
-        }
         let mut packed = std::mem::take(&mut self.packed);
-        packed.pack(&act, act.len() / k, k, k);
-        product(self.pool(), self.isa, &w.rows(), &mut packed, out);
+        if w.spec.activation == Activation::A16 {
+            packed.pack(&act, act.len() / k, k, k);
+            product(self.pool(), self.isa, &w.rows(), &mut packed, out);
+        } else {
+            super::narrow::product(self.pool(), self.isa, w, &act, &mut packed, out);
+        }
         self.packed = packed;
     }
 

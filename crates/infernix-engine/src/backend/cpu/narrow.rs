@@ -1,58 +1,31 @@
 //! Dense products with 8-bit and 4-bit activations (`--a8-activations`, `--a4-activations`).
 
 use super::cells::Cells;
-use super::experts::chain::{Column, LANES, Panel};
 use super::isa::Isa;
-use super::linear::{Out, Rows};
+use super::linear::{self, Out, Packed, Rows};
 use super::num::f32_of;
 use super::pool::Pool;
 use super::weights::CpuWeight;
 use crate::backend::Activation;
 use crate::numerics::w4a4::{self, A4Row, Scale};
 
-/// `y = x W^T` with x quantised as the weight's activation says; the order of additions is that of the experts.
-pub(crate) fn product(pool: &Pool, isa: Isa, w: &CpuWeight, x: &[u16], out: &Out<'_>) {
+/// `y = x W^T` with x quantised as the weight's activation says; a part without a calibrated scale takes `wide` columns.
+pub(crate) fn product(pool: &Pool, isa: Isa, w: &CpuWeight, x: &[u16], packed: &mut Packed, out: Out<'_>) {
     let k = w.k();
+    if w.spec.activation == Activation::A8 {
+        packed.pack_int8(x, x.len() / k, k);
+        return linear::product(pool, isa, &w.rows(), packed, out);
+    }
+    packed.pack(x, x.len() / k, k, k);
     let mut offset = 0;
     for part in w.rows() {
         let out = out.shifted(offset);
         offset += part.n();
         match w.spec.input_scale {
-            Some(g) if w.spec.activation == Activation::A4 && part.kind().is_nvfp4() => {
-                four(pool, &part, g, x, &out)
-            }
-            // Quantising to 4 bits needs a calibrated scale; a part without one takes the 8-bit form only if asked.
-            _ => {
-                let columns: Vec<Column> =
-                    x.chunks_exact(k)
-                        .map(|c| {
-                            if w.spec.activation == Activation::A8 {
-                                Column::int8(c)
-                            } else {
-                                Column::wide(c)
-                            }
-                        })
-                        .collect();
-                wide(pool, isa, &part, &columns, &out);
-            }
+            Some(g) if part.kind().is_nvfp4() => four(pool, &part, g, x, &out),
+            _ => linear::product(pool, isa, &[part], packed, out),
         }
     }
-}
-
-fn wide(pool: &Pool, isa: Isa, w: &Rows<'_>, columns: &[Column], out: &Out<'_>) {
-    let x: Vec<&Column> = columns.iter().collect();
-    pool.run(w.n().div_ceil(LANES), |task| {
-        let first = task * LANES;
-        let mut panel = Panel::default();
-        panel.fill(w, first);
-        let mut y = vec![[0f32; LANES]; x.len()];
-        panel.products(isa, &x, &mut y);
-        for (c, y) in y.iter().enumerate() {
-            for (r, v) in y.iter().take(w.n() - first).enumerate() {
-                out.put(c, first + r, w.finish(first + r, *v));
-            }
-        }
-    });
 }
 
 fn four(pool: &Pool, w: &Rows<'_>, input: f32, x: &[u16], out: &Out<'_>) {

@@ -76,6 +76,22 @@ static E4M3_SUB: Table = Table({
     t
 });
 
+/// Packed columns: `width` elements each, and of int8 activations two scales a block.
+#[derive(Clone, Copy)]
+pub(crate) struct Columns<'a> {
+    pub(crate) x: &'a [u16],
+    pub(crate) width: usize,
+    pub(crate) scales: &'a [f32],
+}
+
+impl Columns<'_> {
+    /// Scales of a block; a pointer to nothing where there are none.
+    #[inline(always)]
+    fn scale(&self, column: usize, block: usize) -> *const f32 {
+        self.scales.as_ptr().wrapping_add(2 * (column * (self.width / BLOCK) + block))
+    }
+}
+
 /// Planes of one row.
 #[derive(Clone, Copy)]
 struct Row {
@@ -88,6 +104,8 @@ struct Row {
 /// How blocks of one storage are read. All functions need AVX-512 F, BW, VL, DQ, and a whole block behind the pointers.
 trait Stored {
     const FOLD: Fold;
+    /// See `Kind::even_odd`.
+    const EVEN_ODD: bool = false;
     /// FP32 values a panel keeps for a block's scales: 0, 1, 2 (halves) or 16 (a value per lane).
     const KEPT: usize;
     /// Bytes of a block's codes.
@@ -147,6 +165,7 @@ impl Stored for SBf16 {
 struct SQ4;
 impl Stored for SQ4 {
     const FOLD: Fold = Fold::Whole;
+    const EVEN_ODD: bool = true;
     const KEPT: usize = 1;
     const BYTES: usize = 32;
     #[inline(always)]
@@ -181,6 +200,7 @@ impl Stored for SQ4 {
 struct SQ5;
 impl Stored for SQ5 {
     const FOLD: Fold = Fold::Whole;
+    const EVEN_ODD: bool = true;
     const KEPT: usize = 1;
     const BYTES: usize = 32;
     #[inline(always)]
@@ -217,6 +237,7 @@ impl Stored for SQ5 {
 struct SQ6;
 impl Stored for SQ6 {
     const FOLD: Fold = Fold::Whole;
+    const EVEN_ODD: bool = true;
     const KEPT: usize = 1;
     const BYTES: usize = 32;
     #[inline(always)]
@@ -301,6 +322,7 @@ impl Stored for SQ8 {
 struct SNvfp4;
 impl Stored for SNvfp4 {
     const FOLD: Fold = Fold::Whole;
+    const EVEN_ODD: bool = true;
     const KEPT: usize = 16;
     const BYTES: usize = 32;
     #[inline(always)]
@@ -447,18 +469,35 @@ unsafe fn pair(p: *const u16) -> (__m512i, __m512i) {
     unsafe { (_mm512_loadu_si512(p.cast()), _mm512_loadu_si512(p.add(32).cast())) }
 }
 
-/// One block of one row and column.
+/// One block of one row and column; `xs` are the two scales of int8 activations.
 #[inline(always)]
-unsafe fn step<const HW: bool>(
-    fold: Fold,
+unsafe fn step<S: Stored, const HW: bool, const INT8: bool>(
     acc: __m512,
     w: (__m512i, __m512i),
     s: (__m512, __m512),
     x: (__m512i, __m512i),
+    xs: *const f32,
 ) -> __m512 {
-    // SAFETY: as `dot`.
+    // SAFETY: as `dot`; two scales are behind `xs` if `INT8`.
     unsafe {
-        match fold {
+        if INT8 {
+            let (x0, x1) = (_mm512_set1_ps(xs.read()), _mm512_set1_ps(xs.add(1).read()));
+            let t = dot::<HW>(_mm512_setzero_ps(), w.0, x.0);
+            if S::EVEN_ODD {
+                // Lanes 0..8 hold elements of the first 32, lanes 8..16 of the second.
+                let t = dot::<HW>(t, w.1, x.1);
+                let x = _mm512_mask_mov_ps(x0, 0xff00, x1);
+                return _mm512_fmadd_ps(_mm512_mul_ps(s.0, x), t, acc);
+            }
+            let (s0, s1) = match S::FOLD {
+                Fold::Direct => (x0, x1),
+                Fold::Whole => (_mm512_mul_ps(s.0, x0), _mm512_mul_ps(s.0, x1)),
+                Fold::Halves => (_mm512_mul_ps(s.0, x0), _mm512_mul_ps(s.1, x1)),
+            };
+            let acc = _mm512_fmadd_ps(s0, t, acc);
+            return _mm512_fmadd_ps(s1, dot::<HW>(_mm512_setzero_ps(), w.1, x.1), acc);
+        }
+        match S::FOLD {
             Fold::Direct => dot::<HW>(dot::<HW>(acc, w.0, x.0), w.1, x.1),
             Fold::Whole => {
                 let t = dot::<HW>(dot::<HW>(_mm512_setzero_ps(), w.0, x.0), w.1, x.1);
@@ -558,11 +597,10 @@ unsafe fn prefetch<S: Stored>(r: &Row, ahead: usize, block: usize) {
 
 /// `R` rows from `first` times `C` columns, codes expanded in registers.
 #[inline(always)]
-unsafe fn direct<S: Stored, const HW: bool, const R: usize, const C: usize>(
+unsafe fn direct<S: Stored, const HW: bool, const INT8: bool, const R: usize, const C: usize>(
     w: &Rows<'_>,
     first: usize,
-    x: &[u16],
-    width: usize,
+    x: Columns<'_>,
     column: usize,
     out: &Out<'_>,
 ) {
@@ -574,7 +612,7 @@ unsafe fn direct<S: Stored, const HW: bool, const R: usize, const C: usize>(
             *r = row(w, first + i);
         }
         let mut acc = [[_mm512_setzero_ps(); C]; R];
-        let xs = x.as_ptr().add(column * width);
+        let xs = x.x.as_ptr().add(column * x.width);
         // The rows of the next tile, same columns: the processor's own prefetchers stop at page ends.
         let ahead = TILE * w.kind().row_bytes(w.k()).0;
         let n = whole(w);
@@ -592,8 +630,9 @@ unsafe fn direct<S: Stored, const HW: bool, const R: usize, const C: usize>(
                         let s = &scales[i][j * S::KEPT..];
                         let s = (_mm512_set1_ps(s[0]), _mm512_set1_ps(s[S::KEPT - 1]));
                         for c in 0..C {
-                            let x = pair(xs.add(c * width + (b + j) * BLOCK));
-                            acc[i][c] = step::<HW>(S::FOLD, acc[i][c], codes, s, x);
+                            let v = pair(xs.add(c * x.width + (b + j) * BLOCK));
+                            acc[i][c] =
+                                step::<S, HW, INT8>(acc[i][c], codes, s, v, x.scale(column + c, b + j));
                         }
                     }
                 }
@@ -605,8 +644,8 @@ unsafe fn direct<S: Stored, const HW: bool, const R: usize, const C: usize>(
                 prefetch::<S>(&rows[i], ahead, b);
                 let (codes, scales) = (S::codes::<HW>(&rows[i], b), S::scales(&rows[i], b));
                 for c in 0..C {
-                    acc[i][c] =
-                        step::<HW>(S::FOLD, acc[i][c], codes, scales, pair(xs.add(c * width + b * BLOCK)));
+                    let v = pair(xs.add(c * x.width + b * BLOCK));
+                    acc[i][c] = step::<S, HW, INT8>(acc[i][c], codes, scales, v, x.scale(column + c, b));
                 }
             }
             b += 1;
@@ -622,8 +661,8 @@ unsafe fn direct<S: Stored, const HW: bool, const R: usize, const C: usize>(
                 };
                 let (codes, scales) = (S::codes::<HW>(&r, 0), S::scales(&r, 0));
                 for c in 0..C {
-                    acc[i][c] =
-                        step::<HW>(S::FOLD, acc[i][c], codes, scales, pair(xs.add(c * width + n * BLOCK)));
+                    let v = pair(xs.add(c * x.width + n * BLOCK));
+                    acc[i][c] = step::<S, HW, INT8>(acc[i][c], codes, scales, v, x.scale(column + c, n));
                 }
             }
         }
@@ -641,47 +680,53 @@ unsafe fn direct<S: Stored, const HW: bool, const R: usize, const C: usize>(
 
 /// A tile of `R` rows times all columns, four at a time.
 #[inline(always)]
-unsafe fn direct_tile<S: Stored, const HW: bool, const R: usize>(
+unsafe fn direct_tile<S: Stored, const HW: bool, const INT8: bool, const R: usize>(
     w: &Rows<'_>,
     first: usize,
-    x: &[u16],
-    width: usize,
+    x: Columns<'_>,
     out: &Out<'_>,
 ) {
     // SAFETY: as `direct`.
     unsafe {
-        let columns = x.len() / width;
+        let columns = x.x.len() / x.width;
         let mut c = 0;
         while c + TILE <= columns {
-            direct::<S, HW, R, TILE>(w, first, x, width, c, out);
+            direct::<S, HW, INT8, R, TILE>(w, first, x, c, out);
             c += TILE;
+        }
+        // Rarer routes do without kernels for two and three columns: each is one more to compile.
+        while (INT8 || !HW) && c < columns {
+            direct::<S, HW, INT8, R, 1>(w, first, x, c, out);
+            c += 1;
+        }
+        if INT8 || !HW {
+            return;
         }
         match columns - c {
             0 => {}
-            1 => direct::<S, HW, R, 1>(w, first, x, width, c, out),
-            2 => direct::<S, HW, R, 2>(w, first, x, width, c, out),
-            _ => direct::<S, HW, R, 3>(w, first, x, width, c, out),
+            1 => direct::<S, HW, INT8, R, 1>(w, first, x, c, out),
+            2 => direct::<S, HW, INT8, R, 2>(w, first, x, c, out),
+            _ => direct::<S, HW, INT8, R, 3>(w, first, x, c, out),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn direct_rows<S: Stored, const HW: bool>(
+unsafe fn direct_rows<S: Stored, const HW: bool, const INT8: bool>(
     w: &Rows<'_>,
     range: Range<usize>,
-    x: &[u16],
-    width: usize,
+    x: Columns<'_>,
     out: &Out<'_>,
 ) {
     // SAFETY: as `direct`.
     unsafe {
         let mut r = range.start;
         while r + TILE <= range.end {
-            direct_tile::<S, HW, TILE>(w, r, x, width, out);
+            direct_tile::<S, HW, INT8, TILE>(w, r, x, out);
             r += TILE;
         }
         while r < range.end {
-            direct_tile::<S, HW, 1>(w, r, x, width, out);
+            direct_tile::<S, HW, INT8, 1>(w, r, x, out);
             r += 1;
         }
     }
@@ -771,14 +816,13 @@ unsafe fn expand<S: Stored, const HW: bool>(w: &Rows<'_>, range: Range<usize>, p
 /// Four panel rows from `i` times `C` columns.
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "the operands of a tile")]
-unsafe fn tile<S: Stored, const HW: bool, const C: usize>(
+unsafe fn tile<S: Stored, const HW: bool, const INT8: bool, const C: usize>(
     w: &Rows<'_>,
     first: usize,
     i: usize,
     panel: &Panel,
     rows: usize,
-    x: &[u16],
-    width: usize,
+    x: Columns<'_>,
     column: usize,
     end: usize,
     out: &Out<'_>,
@@ -786,13 +830,13 @@ unsafe fn tile<S: Stored, const HW: bool, const C: usize>(
     // SAFETY: the panel holds `rows` expanded rows of all blocks, x `width` elements a column.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); C]; TILE];
-        let xs = x.as_ptr().add(column * width);
+        let xs = x.x.as_ptr().add(column * x.width);
         let mut p = panel.codes.as_ptr().add(i).cast::<u16>();
         let mut sp = panel.scales.as_ptr().add(i * S::KEPT);
         for b in 0..w.blocks() {
             let mut xc = [(_mm512_setzero_si512(), _mm512_setzero_si512()); C];
-            for (c, x) in xc.iter_mut().enumerate() {
-                *x = pair(xs.add(c * width + b * BLOCK));
+            for (c, v) in xc.iter_mut().enumerate() {
+                *v = pair(xs.add(c * x.width + b * BLOCK));
             }
             for r in 0..TILE {
                 let codes = pair(p.add(r * BLOCK));
@@ -804,7 +848,7 @@ unsafe fn tile<S: Stored, const HW: bool, const C: usize>(
                     _ => (_mm512_loadu_ps(q), _mm512_setzero_ps()),
                 };
                 for c in 0..C {
-                    acc[r][c] = step::<HW>(S::FOLD, acc[r][c], codes, scales, xc[c]);
+                    acc[r][c] = step::<S, HW, INT8>(acc[r][c], codes, scales, xc[c], x.scale(column + c, b));
                 }
             }
             p = p.add(rows * BLOCK);
@@ -825,14 +869,13 @@ unsafe fn tile<S: Stored, const HW: bool, const C: usize>(
 }
 
 #[inline(always)]
-unsafe fn panel_product<S: Stored, const HW: bool>(
+unsafe fn panel_product<S: Stored, const HW: bool, const INT8: bool>(
     w: &Rows<'_>,
     range: Range<usize>,
-    x: &[u16],
-    width: usize,
+    x: Columns<'_>,
     out: &Out<'_>,
 ) {
-    let columns = x.len() / width;
+    let columns = x.x.len() / x.width;
     // Taken out of its cell, for a closure would not inherit the enabled instructions.
     let mut panel = SCRATCH.take();
     // SAFETY: as `expand` and `tile`.
@@ -840,13 +883,14 @@ unsafe fn panel_product<S: Stored, const HW: bool>(
         let rows = expand::<S, HW>(w, range.clone(), &mut panel);
         let mut c = 0;
         while c < columns {
-            let n = (columns - c).min(TILE);
+            let left = columns - c;
+            let n = if left < TILE && (INT8 || !HW) { 1 } else { left.min(TILE) };
             for i in (0..rows).step_by(TILE) {
                 match n {
-                    1 => tile::<S, HW, 1>(w, range.start, i, &panel, rows, x, width, c, range.end, out),
-                    2 => tile::<S, HW, 2>(w, range.start, i, &panel, rows, x, width, c, range.end, out),
-                    3 => tile::<S, HW, 3>(w, range.start, i, &panel, rows, x, width, c, range.end, out),
-                    _ => tile::<S, HW, TILE>(w, range.start, i, &panel, rows, x, width, c, range.end, out),
+                    1 => tile::<S, HW, INT8, 1>(w, range.start, i, &panel, rows, x, c, range.end, out),
+                    2 if !INT8 && HW => tile::<S, HW, INT8, 2>(w, range.start, i, &panel, rows, x, c, range.end, out),
+                    3 if !INT8 && HW => tile::<S, HW, INT8, 3>(w, range.start, i, &panel, rows, x, c, range.end, out),
+                    _ => tile::<S, HW, INT8, TILE>(w, range.start, i, &panel, rows, x, c, range.end, out),
                 }
             }
             c += n;
@@ -859,63 +903,65 @@ unsafe fn panel_product<S: Stored, const HW: bool>(
 pub(crate) const DIRECT: usize = 16;
 
 #[inline(always)]
-unsafe fn any<S: Stored, const HW: bool>(
+unsafe fn any<S: Stored, const HW: bool, const INT8: bool>(
     w: &Rows<'_>,
     range: Range<usize>,
-    x: &[u16],
-    width: usize,
+    x: Columns<'_>,
     out: &Out<'_>,
 ) {
     // SAFETY: as the callees.
     unsafe {
-        if x.len() / width <= DIRECT {
-            direct_rows::<S, HW>(w, range, x, width, out);
+        if x.x.len() / x.width <= DIRECT {
+            direct_rows::<S, HW, INT8>(w, range, x, out);
         } else {
-            panel_product::<S, HW>(w, range, x, width, out);
+            panel_product::<S, HW, INT8>(w, range, x, out);
         }
     }
 }
 
 macro_rules! entry {
-    ($name:ident, $hw:literal, $features:literal) => {
+    ($name:ident, $hw:literal, $int8:literal, $features:literal) => {
         #[target_feature(enable = $features)]
-        fn $name(w: &Rows<'_>, range: Range<usize>, x: &[u16], width: usize, out: &Out<'_>) {
+        fn $name(w: &Rows<'_>, range: Range<usize>, x: Columns<'_>, out: &Out<'_>) {
             use Kind::*;
             // SAFETY: the features are enabled here; `product` checked the shapes.
             unsafe {
                 match w.kind() {
-                    Bf16 => any::<SBf16, $hw>(w, range, x, width, out),
-                    Q4 => any::<SQ4, $hw>(w, range, x, width, out),
-                    Q5 => any::<SQ5, $hw>(w, range, x, width, out),
-                    Q6 => any::<SQ6, $hw>(w, range, x, width, out),
-                    Q8 => any::<SQ8, $hw>(w, range, x, width, out),
+                    Bf16 => any::<SBf16, $hw, $int8>(w, range, x, out),
+                    Q4 => any::<SQ4, $hw, $int8>(w, range, x, out),
+                    Q5 => any::<SQ5, $hw, $int8>(w, range, x, out),
+                    Q6 => any::<SQ6, $hw, $int8>(w, range, x, out),
+                    Q8 => any::<SQ8, $hw, $int8>(w, range, x, out),
                     Nvfp4Mul | Nvfp4Div | Nvfp4MulSwizzled | Nvfp4DivSwizzled => {
-                        any::<SNvfp4, $hw>(w, range, x, width, out)
+                        any::<SNvfp4, $hw, $int8>(w, range, x, out)
                     }
-                    Fp8Row | Fp8Tensor => any::<SFp8<false>, $hw>(w, range, x, width, out),
-                    Fp8Block => any::<SFp8<true>, $hw>(w, range, x, width, out),
-                    Mxfp8 => any::<SMxfp8, $hw>(w, range, x, width, out),
+                    Fp8Row | Fp8Tensor => any::<SFp8<false>, $hw, $int8>(w, range, x, out),
+                    Fp8Block => any::<SFp8<true>, $hw, $int8>(w, range, x, out),
+                    Mxfp8 => any::<SMxfp8, $hw, $int8>(w, range, x, out),
                     F32 | F16 => {}
                 }
             }
         }
     };
 }
-entry!(with_bf16, true, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c,bmi2");
-entry!(without_bf16, false, "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,bmi2");
+entry!(with_bf16, true, false, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c,bmi2");
+entry!(with_bf16_int8, true, true, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c,bmi2");
+entry!(without_bf16, false, false, "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,bmi2");
 
-/// Rows `range` of `w` (not FP32 or FP16) times the packed columns `x`, `width` elements each, into `out`. `bf16` says
-/// that the processor has BF16 dot products; the rest of AVX-512 it must have.
-pub(crate) fn product(bf16: bool, w: &Rows<'_>, range: Range<usize>, x: &[u16], width: usize, out: &Out<'_>) {
-    assert!(range.end <= w.n() && width == w.blocks() * BLOCK && x.len().is_multiple_of(width.max(1)));
-    if width == 0 {
+/// Rows `range` of `w` (not FP32 or FP16) times the packed columns into `out`. `bf16` says that the processor has BF16
+/// dot products; the rest of AVX-512 it must have. Int8 activations need both.
+pub(crate) fn product(bf16: bool, w: &Rows<'_>, range: Range<usize>, x: Columns<'_>, out: &Out<'_>) {
+    assert!(range.end <= w.n() && x.width == w.blocks() * BLOCK && x.x.len().is_multiple_of(x.width.max(1)));
+    assert!(x.scales.is_empty() || (bf16 && x.scales.len() * 32 == x.x.len()));
+    if x.width == 0 {
         return;
     }
-    if bf16 {
-        // SAFETY: the caller's word about the processor.
-        unsafe { with_bf16(w, range, x, width, out) }
-    } else {
-        // SAFETY: as above.
-        unsafe { without_bf16(w, range, x, width, out) }
+    // SAFETY: the caller's word about the processor.
+    unsafe {
+        match (bf16, x.scales.is_empty()) {
+            (true, true) => with_bf16(w, range, x, out),
+            (true, false) => with_bf16_int8(w, range, x, out),
+            (false, _) => without_bf16(w, range, x, out),
+        }
     }
 }

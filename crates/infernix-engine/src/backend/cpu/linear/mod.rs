@@ -8,6 +8,9 @@
 //! This does not depend on the number of columns, on threads or on the instruction set, so prefill, decode and any
 //! batch agree bit for bit.
 //!
+//! Int8 activations (`Packed::pack_int8`) enter as their codes; sums of 32 products, exact for integer weights, meet
+//! `fl(weight scale x activation scale)`. FP32 and FP16 matrices take their activations as they are.
+//!
 //! # Error
 //! A lane adds K/16 products and the tree has 4 levels: `|y - exact| <= (K/16 + 8) 2^-24 sum |w x|`, plus the output's
 //! rounding. BF16 *weights* below 2^-126, and their products below 2^-126, count as zero where the processor's BF16 dot
@@ -68,9 +71,13 @@ fn chunk_rows(pool: &Pool, w: &Rows<'_>, columns: usize) -> usize {
 /// Rows `range` on the calling thread.
 pub(crate) fn product_rows(isa: Isa, w: &Rows<'_>, range: Range<usize>, x: &Packed, out: &Out<'_>) {
     #[cfg(target_arch = "x86_64")]
-    if isa >= Isa::Avx512 && !matches!(w.kind(), Kind::F32 | Kind::F16) {
-        let xs = x.order(w.kind().even_odd());
-        return avx512::product(isa == Isa::Avx512Bf16 && !x.tiny(), w, range, xs, x.width(), out);
+    if isa >= Isa::Avx512
+        && !matches!(w.kind(), Kind::F32 | Kind::F16)
+        && (isa == Isa::Avx512Bf16 || x.scales().is_empty())
+    {
+        let columns =
+            avx512::Columns { x: x.order(w.kind().even_odd()), width: x.width(), scales: x.scales() };
+        return avx512::product(isa == Isa::Avx512Bf16 && !x.tiny(), w, range, columns, out);
     }
     portable::product(isa, w, range, x, out);
 }

@@ -1,6 +1,8 @@
 //! Activations laid out for the dot-product steps.
 
+use super::super::num::{bf16_exact, f32_of};
 use super::rows::BLOCK;
+use crate::numerics::a8;
 
 /// BF16 activations of some columns (tokens), K padded with zeros to whole blocks; each block of 64 is kept in natural
 /// order and, on demand, with its even elements before its odd ones.
@@ -11,6 +13,8 @@ pub struct Packed {
     blocks: usize,
     natural: Vec<u16>,
     even_odd: Vec<u16>,
+    /// Scales of int8 activations, one per 32 elements of a padded column; empty for BF16 activations.
+    scales: Vec<f32>,
     tiny: bool,
 }
 
@@ -26,6 +30,7 @@ impl Packed {
         (self.columns, self.k, self.blocks) = (columns, k, blocks);
         self.even_odd.clear();
         self.natural.clear();
+        self.scales.clear();
         self.natural.reserve(columns * width);
         self.tiny = false;
         for c in 0..columns {
@@ -34,6 +39,24 @@ impl Packed {
             self.natural.extend_from_slice(row);
             self.natural.resize((c + 1) * width, 0);
         }
+    }
+
+    /// Quantises `x [columns, k]` to int8 per 32 values (`numerics::a8`) and packs the codes, exact in BF16.
+    pub fn pack_int8(&mut self, x: &[u16], columns: usize, k: usize) {
+        self.pack(x, columns, k, k);
+        self.tiny = false;
+        let mut codes = [0i8; a8::GROUP];
+        let mut values = [0f32; a8::GROUP];
+        for group in self.natural.chunks_exact_mut(a8::GROUP) {
+            values.iter_mut().zip(&*group).for_each(|(v, x)| *v = f32_of(*x));
+            self.scales.push(a8::quantise(&values, &mut codes));
+            group.iter_mut().zip(codes).for_each(|(x, c)| *x = bf16_exact(f32::from(c)));
+        }
+    }
+
+    /// Scales of a column's half-blocks, if the activations are int8.
+    pub(crate) fn scales(&self) -> &[f32] {
+        &self.scales
     }
 
     /// Makes the even-odd order available.

@@ -28,6 +28,36 @@ fn dot_step(acc: &mut [f32; 16], w: &[u16], x: &[u16]) {
     }
 }
 
+/// A block with int8 activations: sums of 32 products (or, where codes are nibbles, of both halves' shares of a lane)
+/// meet `fl(weight scale x activation scale)`.
+#[inline(always)]
+fn int8_block(
+    acc: &mut [f32; 16],
+    even_odd: bool,
+    s: &[[f32; 16]; 2],
+    xs: &[f32],
+    w: (&[u16], &[u16]),
+    x: (&[u16], &[u16]),
+) {
+    let mut t = [0f32; 16];
+    dot_step(&mut t, w.0, x.0);
+    if even_odd {
+        dot_step(&mut t, w.1, x.1);
+        for i in 0..16 {
+            acc[i] = (s[0][i] * xs[i / 8]).mul_add(t[i], acc[i]);
+        }
+        return;
+    }
+    for i in 0..16 {
+        acc[i] = (s[0][i] * xs[0]).mul_add(t[i], acc[i]);
+    }
+    let mut t = [0f32; 16];
+    dot_step(&mut t, w.1, x.1);
+    for i in 0..16 {
+        acc[i] = (s[1][i] * xs[1]).mul_add(t[i], acc[i]);
+    }
+}
+
 per_isa! {
     /// Rows `range` of `w` times every column of `x` into `out`.
     pub(crate) fn product(w: &Rows<'_>, range: Range<usize>, x: &Packed, out: &Out<'_>) {
@@ -46,9 +76,13 @@ per_isa! {
             }
             for (column, xc) in xs.chunks_exact(width).enumerate() {
                 let mut acc = [0f32; 16];
-                for ((code, scale), xb) in codes.iter().zip(&scales).zip(xc.chunks_exact(BLOCK)) {
+                for (b, ((code, scale), xb)) in codes.iter().zip(&scales).zip(xc.chunks_exact(BLOCK)).enumerate() {
                     let (w0, w1) = code.split_at(32);
                     let (x0, x1) = xb.split_at(32);
+                    if let Some(xs) = x.scales().get(2 * (column * blocks + b)..2 * (column * blocks + b) + 2) {
+                        int8_block(&mut acc, w.kind().even_odd(), scale, xs, (w0, w1), (x0, x1));
+                        continue;
+                    }
                     match w.kind().fold() {
                         Fold::Direct => {
                             dot_step(&mut acc, w0, x0);

@@ -308,3 +308,36 @@ fn short_planes_are_refused() {
     assert!(Rows::new(Kind::Nvfp4Mul, 1, 24, 0, 1, &[0; 12], &[], &[0; 2], 1.0).is_none());
     assert!(Rows::new(Kind::Bf16, usize::MAX, 8, 0, 1, &[0; 16], &[], &[], 1.0).is_none());
 }
+
+#[test]
+fn int8_activations_are_close_to_their_values_and_equal_everywhere() {
+    let (pool, mut rng) = (Pool::new(2), Rng(5));
+    for kind in KINDS.into_iter().filter(|k| !matches!(k, Kind::F32 | Kind::F16)) {
+        for (n, k) in shapes(kind) {
+            let m = Matrix::random(kind, n, k, false, &mut rng);
+            let x = activations(19, k, &mut rng, 2.0);
+            let run = |isa: Isa, x: &[u16]| {
+                let mut packed = Packed::default();
+                packed.pack_int8(x, x.len() / k, k);
+                let mut y = vec![f32::NAN; x.len() / k * n];
+                product(&pool, isa, &[m.rows(0, n)], &mut packed, Out::f32(&mut y, x.len() / k, n));
+                y
+            };
+            let all = run(Isa::Scalar, &x);
+            for isa in Isa::testable() {
+                let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same(&run(isa, &x), &all), "{kind:?} {n}x{k} {isa}");
+                assert!(same(&run(isa, &x[..k]), &all), "{kind:?} {n}x{k} {isa}, one column");
+            }
+            let mut exact: Vec<f64> = x[..k].iter().map(|v| f64::from(f32_of(*v))).collect();
+            crate::numerics::a8::quantise_in_place(&mut exact);
+            for r in 0..n {
+                let terms: Vec<f64> = (0..k).map(|i| m.value(r, i) * exact[i]).collect();
+                let (e, sum) = (terms.iter().sum::<f64>(), terms.iter().map(|t| t.abs()).sum::<f64>());
+                // One more rounding than with BF16 activations: the product of the scales.
+                let bound = (k + 2) as f64 * 2f64.powi(-24) * sum + 1e-45 * (k + 1) as f64;
+                assert!((f64::from(all[r]) - e).abs() <= bound, "{kind:?} {n}x{k}: {} {e}", all[r]);
+            }
+        }
+    }
+}
