@@ -55,6 +55,34 @@ pub enum CheckpointError {
     #[error("{}: tensor {tensor} at offset {offset}: expected {expected}, found {found}; the file is damaged, fetch it again", path.display())]
     Entry { path: PathBuf, tensor: String, offset: u64, expected: String, found: String },
 
+    /// A header that is not valid GGUF.
+    #[error("{}: invalid GGUF header at offset {offset}: {reason}; the file is damaged, fetch it again", path.display())]
+    GgufHeader { path: PathBuf, offset: u64, reason: String },
+
+    /// A GGUF file of a kind that is not read.
+    #[error("{}: {what}; {advice}", path.display())]
+    GgufUnsupported { path: PathBuf, what: String, advice: &'static str },
+
+    /// The path is no GGUF model.
+    #[error("{}: not one GGUF model: {reason}; {advice}", path.display())]
+    NotAGguf { path: PathBuf, reason: String, advice: String },
+
+    /// A metadata key that is missing or of another type.
+    #[error("{}: metadata key {key}: expected {expected}, found {found}; convert the model again with a current llama.cpp", path.display())]
+    GgufKey { path: PathBuf, key: String, expected: String, found: String },
+
+    /// Parts of a split GGUF that do not belong together.
+    #[error("{}: not part of one split model: {reason}; fetch all parts of one revision into one folder", path.display())]
+    GgufSplit { path: PathBuf, reason: String },
+
+    /// A GGUF tensor that belongs to no source tensor, or does not fit it.
+    #[error("tensor {tensor}: {reason}; see docs/gguf.md for what is read")]
+    GgufName { tensor: String, reason: String },
+
+    /// A tensor whose type holds no weights.
+    #[error("{shard}: tensor {tensor}: {reason}")]
+    GgufType { shard: String, tensor: String, reason: String },
+
     /// A file shorter than its header says.
     #[error("{}: truncated: expected {expected} bytes, found {found}{}; fetch the file again", path.display(), tensor.as_ref().map(|t| format!(", so tensor {t} is incomplete")).unwrap_or_default())]
     Truncated { path: PathBuf, expected: u64, found: u64, tensor: Option<String> },

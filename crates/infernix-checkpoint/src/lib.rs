@@ -15,6 +15,7 @@ mod checkpoint;
 mod decode;
 mod dtype;
 mod error;
+pub mod gguf;
 mod header;
 pub mod hf_cache;
 mod index;

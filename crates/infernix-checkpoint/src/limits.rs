@@ -17,3 +17,17 @@ pub(crate) const MAX_RANK: usize = 16;
 pub(crate) const MAX_SHARDS: usize = 10_000;
 /// Files open at once.
 pub(crate) const MAX_OPEN_FILES: usize = 4;
+/// Longest header of a GGUF file; that of the largest model known (vocabulary of 248,320, 1,224 tensors) has 12 MB.
+pub(crate) const MAX_GGUF_HEADER_BYTES: u64 = 256 << 20;
+/// Most metadata keys of a GGUF file; models have about 60.
+pub(crate) const MAX_GGUF_KEYS: u64 = 65_536;
+/// Most tensors of a GGUF file.
+pub(crate) const MAX_GGUF_TENSORS: u64 = 200_000;
+/// Longest metadata key, the format's own cap.
+pub(crate) const MAX_GGUF_KEY_BYTES: u64 = 65_535;
+/// Longest text value that is held: a tokenizer as JSON fits.
+pub(crate) const MAX_GGUF_TEXT_BYTES: u64 = 32 << 20;
+/// Most bytes of an array that is read whole.
+pub(crate) const MAX_GGUF_ARRAY_BYTES: u64 = 64 << 20;
+/// Dimensions of a ggml tensor (`GGML_MAX_DIMS`).
+pub(crate) const MAX_GGUF_RANK: u32 = 4;
