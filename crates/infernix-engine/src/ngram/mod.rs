@@ -4,6 +4,7 @@
 //! rows are used. A read error fails the request's ticket, not the process.
 
 mod artifact;
+mod blocks;
 mod reader;
 mod rows;
 mod ticket;

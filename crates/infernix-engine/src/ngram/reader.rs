@@ -123,14 +123,12 @@ impl Request {
 
 impl Inner {
     fn run(&self, job: &Job) {
-        let mut values = vec![0f32; job.request.width];
-        for row in &job.rows {
-            if let Err(e) = self.source.read(*row, &mut values) {
-                job.request.ticket.fulfil(Err(e));
-                break;
-            }
-            self.cache.lock().unwrap_or_else(|e| e.into_inner()).put(*row, &values);
-            job.request.found.lock().unwrap_or_else(|e| e.into_inner()).insert(*row, values.clone());
+        let read = self.source.read_many(&job.rows, &mut |row, values| {
+            self.cache.lock().unwrap_or_else(|e| e.into_inner()).put(row, values);
+            job.request.found.lock().unwrap_or_else(|e| e.into_inner()).insert(row, values.to_vec());
+        });
+        if let Err(e) = read {
+            job.request.ticket.fulfil(Err(e));
         }
         if job.request.open.fetch_sub(1, Ordering::AcqRel) == 1 {
             job.request.finish();
