@@ -81,6 +81,8 @@ pub enum Want {
     Last,
     /// All columns.
     All,
+    /// Columns from the first index to before the second, where they exist.
+    Columns(usize, usize),
 }
 
 /// One lane of a round.
@@ -304,6 +306,7 @@ impl<B: Backend> Driver<B> {
                 Want::None => end..end,
                 Want::Last => end - 1..end,
                 Want::All => first..end,
+                Want::Columns(a, b) => first.saturating_add(a).min(end)..first.saturating_add(b.max(a)).min(end),
             };
             counts.push(range.len());
             chosen.extend(range);

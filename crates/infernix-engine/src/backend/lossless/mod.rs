@@ -141,6 +141,11 @@ pub struct Lossless {
 }
 
 impl Lossless {
+    /// Changes how later operations round; weights and state stay.
+    pub fn set_rounding(&mut self, rounding: Rounding) {
+        self.options.rounding = rounding;
+    }
+
     /// A backend without state; [`Backend::allocate`] adds it.
     pub fn new(options: LosslessOptions) -> Self {
         let cache = Arc::new(AtomicUsize::new(options.cache_bytes));
