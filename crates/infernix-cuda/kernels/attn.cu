@@ -23,14 +23,18 @@ struct Keys {
   }
 };
 
-DEV int split_len(int len) { return len <= 16384 ? 128 : 512; }
+// Keys of a split: a function of the row's own key count, so that `slots` blocks (those the device holds at once) take one wave.
+DEV int split_len(int len, int kv_heads, int slots) {
+  const int l = (int)(((long long)len * kv_heads + slots - 1) / slots);
+  return max(64, (l + 31) & ~31);
+}
 
 template <int D>
 DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const u16* __restrict__ vc, const int* __restrict__ tables,
                    const int* __restrict__ row_lane, const int* __restrict__ row_pos, const int* __restrict__ sel,
                    const int* __restrict__ sel_count, float* __restrict__ part, float* __restrict__ ml, int group, int q_pitch,
                    int q_head, int table_pitch, int page_log, int page_stride, int token_stride, int head_stride,
-                   int sel_pitch, int ratio, int max_splits, float scale_log2) {
+                   int sel_pitch, int ratio, int max_splits, int slots, float scale_log2) {
   constexpr int KP = D * 2 + 64, VP = D * 2 + 16, STEPS = D / 32, DW = D / 4, NT = DW / 8;
   extern __shared__ __align__(128) u8 smem[];
   const u32 s_k = smem_u32(smem), s_v = s_k + 2 * TK * KP;
@@ -48,7 +52,7 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
   keys.ratio = ratio, keys.tail = (pos + 1) / max(ratio, 1) * ratio, keys.page_log = page_log;
   keys.page_stride = page_stride, keys.token_stride = token_stride;
   const int len = keys.sel ? keys.nsel * ratio + (pos + 1) - keys.tail : pos + 1;
-  const int L = split_len(len), k0 = split * L, k1 = min(len, k0 + L);
+  const int L = split_len(len, gridDim.y, slots), k0 = split * L, k1 = min(len, k0 + L);
   if (k0 >= len) return;
   const u16* kb = kc + (size_t)kvh * head_stride;
   const u16* vb = vc + (size_t)kvh * head_stride;
@@ -69,10 +73,16 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
   float m0 = -INFINITY, m1 = -INFINITY, l0 = 0, l1 = 0;
 
   const int tiles = (k1 - k0 + TK - 1) / TK;
+  // The page of a tile is looked up one tile before its copies are issued.
+  auto where = [&](int t) {
+    const int i = k0 + t * TK + (tid >> 2);
+    return i < k1 ? (i64)keys.offset(i) : (i64)-1;
+  };
+  i64 next = where(0);
   auto load = [&](int t) {
-    const int key = tid >> 2, i = k0 + t * TK + key, buf = t & 1;
-    const bool ok = i < k1;
-    const size_t off = ok ? keys.offset(i) : 0;
+    const int key = tid >> 2, buf = t & 1;
+    const bool ok = next >= 0;
+    const size_t off = ok ? (size_t)next : 0;
     const u32 dk = s_k + (buf * TK + key) * KP, dv = s_v + (buf * TK + key) * VP;
 #pragma unroll
     for (int j = 0; j < D / 32; j++) {
@@ -83,10 +93,12 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
     cp_commit();
   };
   load(0);
+  next = where(1);
   for (int t = 0; t < tiles; t++) {
     cp_wait<0>();
     __syncthreads();
     if (t + 1 < tiles) load(t + 1);
+    next = where(t + 2);
     const int buf = t & 1;
     float s[4] = {0, 0, 0, 0};
     const u32 kr = s_k + (buf * TK + warp * 8 + g) * KP + c * 16;
@@ -165,27 +177,40 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
   }
 }
 
-// Adds the splits of a (head, row) in order and divides; then, with `gate`, bf16(bf16(o) * sigma(gate)). grid (heads, rows), D threads.
-extern "C" __global__ void attn_merge(const float* __restrict__ part, const float* __restrict__ ml, const int* __restrict__ row_pos,
-                                      const int* __restrict__ sel_count, const u16* __restrict__ gate, u16* __restrict__ out, int group, int kv_heads,
-                                      int ratio, int max_splits, int out_pitch, int gate_pitch, int gate_head) {
+// Adds the splits of a (head, row) and divides; then, with `gate`, bf16(bf16(o) * sigma(gate)). Four groups of D threads take
+// every fourth split; fixed order. grid (heads, rows), 4 D threads. At most 1024 splits.
+extern "C" __global__ void __launch_bounds__(1024) attn_merge(const float* __restrict__ part, const float* __restrict__ ml, const int* __restrict__ row_pos,
+                                                              const int* __restrict__ sel_count, const u16* __restrict__ gate, u16* __restrict__ out, int group,
+                                                              int kv_heads, int ratio, int max_splits, int slots, int out_pitch, int gate_pitch,
+                                                              int gate_head) {
+  __shared__ float f[1024], buf[1024], red[64];
   pdl_launch();
   pdl_wait();
-  const int head = blockIdx.x, row = blockIdx.y, d = threadIdx.x, D = blockDim.x;
+  const int head = blockIdx.x, row = blockIdx.y, tid = threadIdx.x, D = blockDim.x >> 2, d = tid & (D - 1), quarter = tid / D;
   const int pos = row_pos[row], nsel = sel_count ? sel_count[row] : -1;
   const int len = nsel >= 0 ? nsel * ratio + (pos + 1) % ratio : pos + 1;
-  const int L = split_len(len), n = (len + L - 1) / L;
+  const int L = split_len(len, kv_heads, slots), n = (len + L - 1) / L;
   const size_t o = ((size_t)(row * kv_heads + head / group) * max_splits) * 16 + head % group;
-  float M = -INFINITY;
-  for (int s = 0; s < n; s++) M = fmaxf(M, ml[(o + (size_t)s * 16) * 2]);
-  float acc = 0, l = 0;
+  const bool mine = tid < n;
+  const float m = mine ? ml[(o + (size_t)tid * 16) * 2] : -INFINITY, lv = mine ? ml[(o + (size_t)tid * 16) * 2 + 1] : 0.0f;
+  float w = warp_max(m);
+  if ((tid & 31) == 0) red[tid >> 5] = w;
+  __syncthreads();
+  w = red[0];
+  for (int i = 1; i < (int)blockDim.x >> 5; i++) w = fmaxf(w, red[i]);
+  const float e = mine ? exp2f(m - w) : 0.0f;
+  f[tid] = e;
+  const float ls = warp_sum(lv * e);
+  if ((tid & 31) == 0) red[32 + (tid >> 5)] = ls;
+  __syncthreads();
+  float l = 0, acc = 0;
+  for (int i = 0; i < (int)blockDim.x >> 5; i++) l += red[32 + i];
 #pragma unroll 8
-  for (int s = 0; s < n; s++) {
-    const size_t i = o + (size_t)s * 16;
-    const float f = exp2f(ml[i * 2] - M);
-    l = fmaf(ml[i * 2 + 1], f, l);
-    acc = fmaf(part[i * D + d], f, acc);
-  }
+  for (int s = quarter; s < n; s += 4) acc = fmaf(part[(o + (size_t)s * 16) * D + d], f[s], acc);
+  buf[tid] = acc;
+  __syncthreads();
+  if (quarter) return;
+  acc = ((buf[d] + buf[D + d]) + buf[2 * D + d]) + buf[3 * D + d];
   u16 y = f2bf(acc / l);
   if (gate) y = f2bf(bf2f(y) * sigmoidf(bf2f(gate[(size_t)row * gate_pitch + (size_t)head * gate_head + d])));
   out[(size_t)row * out_pitch + head * D + d] = y;
@@ -209,9 +234,9 @@ extern "C" __global__ void kv_append(const u16* __restrict__ k, const u16* __res
       const u16* q, const u16* kc, const u16* vc, const int* tables, const int* row_lane, const int* row_pos,              \
       const int* sel, const int* sel_count, float* part, float* ml, int group, int q_pitch, int q_head, int table_pitch,   \
       int page_log, int page_stride, int token_stride, int head_stride, int sel_pitch, int ratio, int max_splits,          \
-      float scale_log2) {                                                                                                  \
+      int slots, float scale_log2) {                                                                                                  \
     attn_body<D>(q, kc, vc, tables, row_lane, row_pos, sel, sel_count, part, ml, group, q_pitch, q_head, table_pitch,      \
-                 page_log, page_stride, token_stride, head_stride, sel_pitch, ratio, max_splits, scale_log2);              \
+                 page_log, page_stride, token_stride, head_stride, sel_pitch, ratio, max_splits, slots, scale_log2);              \
   }
 ENTRY(256)
 ENTRY(128)

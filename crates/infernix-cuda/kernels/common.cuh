@@ -75,7 +75,7 @@ DEV u32 lds8(u32 a) {
 
 // D += A B, bf16, m16n8k16. A: a0 = (row g, k 2q..), a1 = (row g+8, same k), a2 = (row g, k 2q+8..), a3 = (g+8).
 DEV void mma16816(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));

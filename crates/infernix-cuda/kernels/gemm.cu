@@ -34,6 +34,8 @@ DEV void gemm_body(const u8* __restrict__ codes, const u8* __restrict__ high, co
   using L = G<F>;
   extern __shared__ __align__(128) u8 smem[];
   const u32 s0 = smem_u32(smem);
+  // Plain loads, which the compiler may move between the products (but not across a barrier).
+  auto ld = [&](u32 a) { return (const u8*)smem + (a - s0); };
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   const int t0 = blockIdx.x * BN, n0 = blockIdx.y * BM;
   const int wm = (warp & 1) * 64, wn = (warp >> 1) * 64;
@@ -101,7 +103,7 @@ DEV void gemm_body(const u8* __restrict__ codes, const u8* __restrict__ high, co
 #pragma unroll
       for (int n = 0; n < 8; n++) {
         const int r = wn + n * 8 + g, u = T::STEP == 32 ? ss * 4 + q : 2 * q + ss;
-        order_x<F>(lds128(sx + r * 128 + L::xunit(r, u) * 16), xf[n]);
+        order_x<F>(*(const uint4*)ld(sx + r * 128 + L::xunit(r, u) * 16), xf[n]);
       }
 #pragma unroll
       for (int m = 0; m < 4; m++) {
@@ -112,17 +114,17 @@ DEV void gemm_body(const u8* __restrict__ codes, const u8* __restrict__ high, co
           const int r = wm + m * 16 + h * 8 + g, i = m * 2 + h;
           const u32 row = sa + r * L::ROW;
           if (F == F_BF16) {
-            const uint4 v = lds128(row + L::aunit(r, ss * 4 + q) * 16);
+            const uint4 v = *(const uint4*)ld(row + L::aunit(r, ss * 4 + q) * 16);
             a[h][0] = v.x, a[h][1] = v.y, a[h][2] = v.z, a[h][3] = v.w;
           } else if (F == F_Q8) {
-            const uint2 v = lds64(row + L::aunit(r, ss * 2 + (q >> 1)) * 16 + (q & 1) * 8);
+            const uint2 v = *(const uint2*)ld(row + L::aunit(r, ss * 2 + (q >> 1)) * 16 + (q & 1) * 8);
             expand_i8(v.x, a[h]), expand_i8(v.y, a[h] + 2);
             s[h] = h2f(ss ? sc[i] >> 16 : sc[i] & 0xffff);
           } else if (F == F_FP8) {
-            const uint2 v = lds64(row + q * 16 + ss * 8);
+            const uint2 v = *(const uint2*)ld(row + q * 16 + ss * 8);
             expand_e4m3(v.x, a[h]), expand_e4m3(v.y, a[h] + 2);
           } else {
-            const u32 w = lds32(row + q * 8 + ss * 4);
+            const u32 w = *(const u32*)ld(row + q * 8 + ss * 4);
             u32 hb = 0, sv = 0;
             if (F == F_NVFP4) sv = __byte_perm(__float_as_uint(e4m3_m8(sc[i]) * 0x1p126f), 0, 0x3232);
             else s[h] = h2f(sc[i]);
@@ -149,43 +151,39 @@ DEV void gemm_body(const u8* __restrict__ codes, const u8* __restrict__ high, co
       }
     }
   }
-  // Transpose through shared memory: 128 rows of a token are then stored as whole 16-byte words.
+  // Through shared memory in two halves of 128 tokens: a token's 128 rows are then finished in a short loop and stored as whole
+  // words. (Finishing in place unrolls 128 times; fetching that code cost more than the products of 1,500 k.)
   cp_wait<0>();
-  __syncthreads();
-  const bool f32 = mode & 1;
-  u16* tile = (u16*)smem;  // [256][136]
+  const bool f32 = mode & 1, vec = (y_pitch & 7) == 0;
+  float* tile = (float*)smem;  // [128][132]
+  for (int half = 0; half < 2; half++) {
+    __syncthreads();
+    if (wn >> 7 == half) {
 #pragma unroll
-  for (int m = 0; m < 4; m++) {
+      for (int m = 0; m < 4; m++)
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int r = wm + m * 16 + h * 8 + g, row = n0 + r;
+        for (int n = 0; n < 8; n++)
 #pragma unroll
-      for (int n = 0; n < 8; n++) {
+          for (int i = 0; i < 4; i++) tile[((wn & 64) + n * 8 + 2 * q + (i & 1)) * 132 + wm + m * 16 + (i >> 1) * 8 + g] = acc[m][n][i];
+    }
+    __syncthreads();
+    for (int e = tid; e < 128 * 16; e += 256) {
+      const int t = t0 + half * 128 + (e >> 4), r = n0 + (e & 15) * 8;
+      if (t >= rows || r >= N) continue;
+      const float* src = tile + (e >> 4) * 132 + (e & 15) * 8;
+      float v[8];
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float v = acc[m][n][h * 2 + e];
-          const int t = wn + n * 8 + 2 * q + e;
-          if (F == F_NVFP4) v *= 256.0f;
-          v = row < N ? finish(v, row_scale, row, tscale, mode & 2) : 0.0f;
-          if (f32) {
-            if (row < N && t0 + t < rows) ((float*)y)[(size_t)(t0 + t) * y_pitch + row] = v;
-          } else {
-            tile[t * 136 + r] = f2bf(v);
-          }
-        }
+      for (int i = 0; i < 8; i++) v[i] = r + i < N ? finish(F == F_NVFP4 ? src[i] * 256.0f : src[i], row_scale, r + i, tscale, mode & 2) : 0.0f;
+      if (f32) {
+        float* d = (float*)y + (size_t)t * y_pitch + r;
+        for (int i = 0; i < 8 && r + i < N; i++) d[i] = v[i];
+      } else {
+        u16* d = (u16*)y + (size_t)t * y_pitch + r;
+        if (vec && r + 8 <= N) *(uint4*)d = make_uint4(pack_bf(v[0], v[1]), pack_bf(v[2], v[3]), pack_bf(v[4], v[5]), pack_bf(v[6], v[7]));
+        else
+          for (int i = 0; i < 8 && r + i < N; i++) d[i] = f2bf(v[i]);
       }
     }
-  }
-  if (f32) return;
-  __syncthreads();
-  const bool vec = (y_pitch & 7) == 0;
-  for (int e = tid; e < BN * 16; e += 256) {
-    const int t = e >> 4, r = (e & 15) * 8;
-    if (t0 + t >= rows || n0 + r >= N) continue;
-    u16* d = (u16*)y + (size_t)(t0 + t) * y_pitch + n0 + r;
-    if (vec && n0 + r + 8 <= N) *(uint4*)d = *(const uint4*)(tile + t * 136 + r);
-    else
-      for (int i = 0; i < 8 && n0 + r + i < N; i++) d[i] = tile[t * 136 + r + i];
   }
 }
 

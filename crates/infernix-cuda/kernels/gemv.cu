@@ -79,10 +79,10 @@ template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
     const int per = K >> 3;
     for (int i = tid; i < cols * per; i += CONSUMERS) {
       const int c = i / per, k = (i - c * per) * 8;
-      cp_async16z(s_x + c * xp + k * 2, x + (size_t)c * x_pitch + (k < kx ? k : 0), k < kx ? 16 : 0);
+      u32 r[4];
+      order_x<F>(k < kx ? __ldg((const uint4*)(x + (size_t)c * x_pitch + k)) : make_uint4(0, 0, 0, 0), r);
+      *(uint4*)(smem + (s_x - s_bar) + c * xp + k * 2) = make_uint4(r[0], r[1], r[2], r[3]);
     }
-    cp_commit();
-    cp_wait<0>();
     bar_named(1, CONSUMERS);
   }
 
@@ -99,7 +99,7 @@ template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
       const u32 row0 = s_stage + slot * stage_bytes + g * pitch + q * T::LANE_BYTES;
       const u32 row1 = row0 + 8 * pitch;
       const int st0 = c * chunk_steps, st = min(chunk_steps, nsteps - st0);
-#pragma unroll(NT == 8 ? 1 : 2)
+#pragma unroll(NT == 8 || (NT == 1 && T::STEP == 64) ? 1 : 2)
       for (int i = warp; i < st; i += 16) {
         const int s = st0 + i;
         Raw<F> r0, r1;
@@ -140,11 +140,14 @@ template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
 #pragma unroll
           for (int h = 0; h < T::LANE_K / 8; h++) {
             uint4 v = make_uint4(0, 0, 0, 0);
-            if (col < cols) {
-              if (x_smem) v = lds128(s_x + col * xp + (k + 8 * h) * 2);
-              else if (k + 8 * h < kx) v = __ldg((const uint4*)(x + (size_t)col * x_pitch + k + 8 * h));
+            if (x_smem) {
+              // In the format's pair order already.
+              if (col < cols) v = lds128(s_x + col * xp + (k + 8 * h) * 2);
+              xf[4 * h] = v.x, xf[4 * h + 1] = v.y, xf[4 * h + 2] = v.z, xf[4 * h + 3] = v.w;
+            } else {
+              if (col < cols && k + 8 * h < kx) v = __ldg((const uint4*)(x + (size_t)col * x_pitch + k + 8 * h));
+              order_x<F>(v, xf + 4 * h);
             }
-            order_x<F>(v, xf + 4 * h);
           }
           step_mma<F>(acc[n], a, b, xf, s0, s1);
         }
@@ -180,7 +183,7 @@ template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
 }
 
 #define ENTRY(NAME, F, NT) \
-  extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_n##NT(GEMV_PARAMS) { gemv_body<F, NT>(GEMV_ARGS); }
+  extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, NT == 1 ? 2 : 1) NAME##_n##NT(GEMV_PARAMS) { gemv_body<F, NT>(GEMV_ARGS); }
 #define ENTRIES(NAME, F) ENTRY(NAME, F, 1) ENTRY(NAME, F, 2) ENTRY(NAME, F, 4) ENTRY(NAME, F, 8)
 ENTRIES(gemv_bf16, F_BF16)
 ENTRIES(gemv_q8, F_Q8)

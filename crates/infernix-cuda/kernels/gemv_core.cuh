@@ -25,13 +25,13 @@ template <int F> struct Fmt {
 // 8 codes (one u32 of nibbles) -> 4 registers in the permuted pair order.
 template <int F> DEV void expand_nibbles(u32 w, u32 high, u32 scale, u32* r) {
   if (F == F_NVFP4) {
-    // E2M1 at bits 15, 8..6 of a BF16 is the value times 2^-126; `scale` holds the block scale times 2^118.
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      u32 s = j == 0 ? (w << 12) : j == 1 ? (w << 8) : j == 2 ? (w << 4) : w;
-      u32 m = j == 0 ? (w << 6) : j == 1 ? (w << 2) : j == 2 ? (w >> 2) : (w >> 6);
-      r[j] = hmul2((s & 0x80008000u) | (m & 0x01c001c0u), scale);
-    }
+    // E2M1 at bits 15, 8..6 of a BF16 is the value times 2^-126; `scale` holds the block scale times 2^118. A multiplication
+    // puts sign and magnitude in place at once and runs on the pipe that the masks leave free.
+    const u32 v = w >> 8;
+    r[0] = hmul2(((w & 0x000f000fu) * 0x1040u) & 0x81c081c0u, scale);
+    r[1] = hmul2(((w & 0x00f000f0u) * 0x0104u) & 0x81c081c0u, scale);
+    r[2] = hmul2(((v & 0x000f000fu) * 0x1040u) & 0x81c081c0u, scale);
+    r[3] = hmul2(((v & 0x00f000f0u) * 0x0104u) & 0x81c081c0u, scale);
   } else {
     constexpr u32 FLIP = F == F_Q4 ? 0x43084308u : F == F_Q5 ? 0x43104310u : 0x43204320u;
 #pragma unroll

@@ -1,5 +1,5 @@
 // Router: exact top-k on FP32 logits (lower id on equality), softmax over the selected, and the job list of the experts.
-#include "common.cuh"
+#include "w4a4.cuh"
 
 DEV u32 order_bits(float f) {
   u32 b = __float_as_uint(f);
@@ -43,15 +43,35 @@ extern "C" __global__ void __launch_bounds__(128) router_topk(const float* __res
   if (lane < top) ids[row * top + lane] = my_id, weights[row * top + lane] = mine / sum;
 }
 
-// Groups the picks of all rows by expert. One block. A job is one expert with at most `width` picks; jobs ascend by
+// Block `picks`: groups the picks of all rows by expert. Block p < picks: quantises the input of pick p for gate/up of its expert
+// (x BF16 [picks/top][K]; act: K codes, then K/16 pairs of scale and correction, padded to 16 bytes). A job is one expert with at most `width` picks; jobs ascend by
 // expert, picks of a job by (row, rank). Pick p = row * top + rank.
 //   jobs [n][4]: expert, first entry of `list`, picks, 0;  count[0] = jobs, count[1] = picks
 extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* __restrict__ ids, int picks, int E, int width, int* __restrict__ jobs,
-                                                                 int* __restrict__ list, int* __restrict__ count) {
+                                                                 int* __restrict__ list, int* __restrict__ count, const u16* __restrict__ x,
+                                                                 const float* __restrict__ in_scale, u8* __restrict__ act, int K, int top, int divisor) {
   __shared__ int n[1024], base[1024], warp_a[32], warp_b[32];
   pdl_launch();
   pdl_wait();
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+  if (blockIdx.x + 1 < gridDim.x) {
+    const int p = blockIdx.x, tasks = K >> 2;
+    const float gs = in_scale[ids[p] * 3];
+    u8* o = act + (size_t)p * ((K + K / 2 + 15) & ~15);
+    for (int t0 = t & ~31; t0 < tasks; t0 += 1024) {
+      const int e = min(t0 + lane, tasks - 1);
+      const uint2 w = *(const uint2*)(x + (size_t)(p / top) * K + e * 4);
+      const float v[4] = {bf_lo(w.x), bf_hi(w.x), bf_lo(w.y), bf_hi(w.y)};
+      u32 codes;
+      int sc, corr;
+      quant_block(v, gs, divisor, codes, sc, corr);
+      if (t0 + lane < tasks) {
+        *(u32*)(o + e * 4) = codes;
+        if ((e & 3) == 0) *(int2*)(o + K + (e >> 2) * 8) = make_int2(sc, corr);
+      }
+    }
+    return;
+  }
   n[t] = 0;
   __syncthreads();
   for (int p = t; p < picks; p += 1024) atomicAdd(&n[ids[p]], 1);

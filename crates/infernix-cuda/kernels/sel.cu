@@ -5,11 +5,10 @@
 // are taken in ascending id.
 #include "common.cuh"
 
-#define HELD 32  // keys a thread holds; more are read again each pass
 
 // Selects the `want` largest of n keys (n > want), calling put(position, id) in ascending id. load(i): key of id i.
-// Warp w owns ids [w*seg, (w+1)*seg). `sm` holds 96 ints.
-template <typename Load, typename Put> DEV void select_top(int n, int want, Load load, Put put, int* sm) {
+// A thread holds HELD keys: n <= 32 * HELD * warps. Warp w owns ids [w*seg, (w+1)*seg). `sm` holds 96 ints.
+template <int HELD, typename Load, typename Put> DEV void select_top(int n, int want, Load load, Put put, int* sm) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, warps = blockDim.x >> 5;
   const int per = (n + warps * 32 - 1) / (warps * 32);  // keys a thread
   const int first = warp * per * 32 + lane;
@@ -33,13 +32,6 @@ template <typename Load, typename Put> DEV void select_top(int n, int want, Load
         c[0] += held[i] >= lo + step, c[1] += held[i] >= lo + 2 * step, c[2] += held[i] >= lo + 3 * step;
       }
     }
-    for (int i = HELD; i < per; i++) {
-      const int id = first + i * 32;
-      if (id < n) {
-        const u32 k = load(id);
-        c[0] += k >= lo + step, c[1] += k >= lo + 2 * step, c[2] += k >= lo + 3 * step;
-      }
-    }
     // Three rotating accumulators: one is summed, one is read by laggards, one is cleared.
     int* acc = sm + (pass % 3) * 3;
 #pragma unroll
@@ -57,13 +49,6 @@ template <typename Load, typename Put> DEV void select_top(int n, int want, Load
 #pragma unroll
   for (int i = 0; i < HELD; i++)
     if (i < per && first + i * 32 < n) gt += held[i] > lo, eq += held[i] == lo;
-  for (int i = HELD; i < per; i++) {
-    const int id = first + i * 32;
-    if (id < n) {
-      const u32 k = load(id);
-      gt += k > lo, eq += k == lo;
-    }
-  }
   gt = __reduce_add_sync(~0u, gt), eq = __reduce_add_sync(~0u, eq);
   __syncthreads();
   if (lane == 0) sm[16 + warp] = gt, sm[48 + warp] = eq;
@@ -84,10 +69,6 @@ template <typename Load, typename Put> DEV void select_top(int n, int want, Load
 #pragma unroll
   for (int i = 0; i < HELD; i++)
     if (i < per) emit(first + i * 32, held[i]);
-  for (int i = HELD; i < per; i++) {
-    const int id = first + i * 32;
-    emit(id, id < n ? load(id) : 0);
-  }
 }
 
 // score(b) = scale * sum_h relu(q_h . k_b). q [rows][4][128] BF16 (normed, rotated), pooled keys in pages of 1 << page_log
@@ -123,9 +104,33 @@ extern "C" __global__ void __launch_bounds__(256) qsa_score(const u16* __restric
   }
 }
 
+#define QCHUNK 4096
+#define QDIRECT 8192  // up to here one block does it alone
+
+// First stage for long rows: the best `want` of each chunk of 4096 scores. cand [rows][chunks * want] block ids, chunk c from
+// c * want on. grid (chunks, rows), 1024 threads.
+extern "C" __global__ void __launch_bounds__(1024) qsa_chunk(const float* __restrict__ scores, const int* __restrict__ row_pos, int* __restrict__ cand, int ratio,
+                                                             int want, int pitch) {
+  __shared__ int sm[96];
+  pdl_launch();
+  pdl_wait();
+  const int row = blockIdx.y, n = (row_pos[row] + 1) / ratio, c0 = blockIdx.x * QCHUNK, m = min(QCHUNK, n - c0);
+  if (n <= QDIRECT || m <= 0) return;
+  int* out = cand + ((size_t)row * gridDim.x + blockIdx.x) * want;
+  if (m <= want) {
+    for (int i = threadIdx.x; i < m; i += 1024) out[i] = c0 + i;
+    return;
+  }
+  const float* s = scores + (size_t)row * pitch + c0;
+  // Scores are never negative: their bits order them.
+  select_top<4>(m, want, [&](int i) { return __float_as_uint(s[i]); }, [&](int p, int id) { out[p] = c0 + id; }, sm);
+}
+
 // The min(want, blocks) best blocks of each row, ascending ids. ids [rows][id_pitch], counts [rows]. grid (rows), 1024 threads.
-extern "C" __global__ void __launch_bounds__(1024) qsa_select(const float* __restrict__ scores, const int* __restrict__ row_pos, int* __restrict__ ids,
-                                                              int* __restrict__ counts, int ratio, int want, int pitch, int id_pitch) {
+// Candidates of all chunks lie in id order, so equal scores still fall to the lower id. At most 16 chunks of 512.
+extern "C" __global__ void __launch_bounds__(1024) qsa_select(const float* __restrict__ scores, const int* __restrict__ row_pos, const int* __restrict__ cand,
+                                                              int* __restrict__ ids, int* __restrict__ counts, int ratio, int want, int pitch, int id_pitch,
+                                                              int chunks) {
   __shared__ int sm[96];
   pdl_launch();
   pdl_wait();
@@ -137,8 +142,13 @@ extern "C" __global__ void __launch_bounds__(1024) qsa_select(const float* __res
     return;
   }
   const float* s = scores + (size_t)row * pitch;
-  // Scores are never negative: their bits order them.
-  select_top(n, want, [&](int i) { return __float_as_uint(s[i]); }, [&](int p, int id) { out[p] = id; }, sm);
+  if (n <= QDIRECT) {
+    select_top<8>(n, want, [&](int i) { return __float_as_uint(s[i]); }, [&](int p, int id) { out[p] = id; }, sm);
+    return;
+  }
+  const int* c = cand + (size_t)row * chunks * want;
+  const int full = n / QCHUNK, m = full * want + min(want, n - full * QCHUNK);
+  select_top<8>(m, want, [&](int i) { return __float_as_uint(s[c[i]]); }, [&](int p, int i) { out[p] = c[i]; }, sm);
 }
 
 DEV u32 order_bits(float f) {
@@ -147,8 +157,8 @@ DEV u32 order_bits(float f) {
 }
 
 // The `want` best of each chunk of a row. values [rows][pitch] (ids_in null: the id is the place) -> out_v, out_id [rows][chunks][want].
-// Places beyond the row hold -inf and -1. grid (chunks, rows), 256 threads, chunk <= 8192.
-extern "C" __global__ void __launch_bounds__(256) top_chunk(const float* __restrict__ values, const int* __restrict__ ids_in, int n, int pitch, int chunk,
+// Places beyond the row hold -inf and -1. grid (chunks, rows), 1024 threads, chunk <= 4096.
+extern "C" __global__ void __launch_bounds__(1024) top_chunk(const float* __restrict__ values, const int* __restrict__ ids_in, int n, int pitch, int chunk,
                                                             int want, float* __restrict__ out_v, int* __restrict__ out_id) {
   __shared__ int sm[96];
   pdl_launch();
@@ -159,13 +169,13 @@ extern "C" __global__ void __launch_bounds__(256) top_chunk(const float* __restr
   const size_t o = ((size_t)row * gridDim.x + blockIdx.x) * want;
   auto put = [&](int p, int i) { out_v[o + p] = v[i], out_id[o + p] = in ? in[i] : c0 + i; };
   if (m <= want) {
-    for (int i = threadIdx.x; i < want; i += 256) {
+    for (int i = threadIdx.x; i < want; i += 1024) {
       if (i < m) put(i, i);
       else out_v[o + i] = -INFINITY, out_id[o + i] = -1;
     }
     return;
   }
-  select_top(m, want, [&](int i) { return order_bits(v[i]); }, put, sm);
+  select_top<4>(m, want, [&](int i) { return order_bits(v[i]); }, put, sm);
 }
 
 // Sorts n <= 1024 candidates of a row by (value descending, id ascending) and keeps `want`. grid (rows), 1024 threads.

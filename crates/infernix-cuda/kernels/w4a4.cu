@@ -1,29 +1,32 @@
 // Exact W4A4 experts for decode and verify calls, from rg16 records as stored. Two kernels: gate/up + SwiGLU, down.
 //
-// Work is cut into items: `rph` consecutive row groups (16 rows) of one job. A CTA owns a contiguous run of items and takes
-// them two at a time; a stage of the ring holds the two, each one bulk copy. Eight warps work on each item: warps
-// split its row groups, then K. Sums are exact integers, so no cut of the work can change a bit.
+// Work is cut into items: `rph` consecutive row groups (16 rows) of one job. A CTA of eight consumer warps and a producer owns
+// a contiguous run of items; a stage of its ring is one item, one bulk copy. The warps split its row groups, then K. Several
+// CTAs share a multiprocessor and hide each other's latency. Sums are exact integers: no cut of the work changes a bit.
+// Inputs of gate/up arrive quantised (moe.cu, one block a pick); inputs of down are quantised here when the job changes.
 #include "w4a4.cuh"
 
-#define CONSUMERS 512
+#define TEAM 256
 
 template <int CMAX, bool UP>
 DEV void experts_body(const u64* __restrict__ records, const float* __restrict__ alpha, const float* __restrict__ in_scale,
                       const int* __restrict__ jobs, const int* __restrict__ list, const int* __restrict__ count,
-                      const u16* __restrict__ x, u16* __restrict__ y, int K, int row_groups, int rph, int top, size_t offset,
-                      int stages, int divisor) {
+                      const u8* __restrict__ x, u16* __restrict__ y, int K, int row_groups, int rph, size_t offset, int stages,
+                      int divisor) {
   extern __shared__ __align__(128) u8 smem[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const int U = K >> 4, rg_bytes = U * 144, half_bytes = rph * rg_bytes, ipj = (row_groups + rph - 1) / rph;
-  const int act_bytes = CMAX * (K + U * 8);
-  const u32 s_bar = smem_u32(smem);
-  i64* red = (i64*)(smem + 256);                              // [2][16][CMAX][16]
-  const u32 s_act = s_bar + 256 + 2 * 16 * CMAX * 16 * 8;     // [2][act_bytes]
-  const u32 s_stage = s_act + 2 * ((act_bytes + 127) & ~127);
-  const u32 act_stride = (act_bytes + 127) & ~127;
+  const int U = K >> 4, rg_bytes = U * 144, item_bytes = rph * rg_bytes, ipj = (row_groups + rph - 1) / rph;
+  const int act = (K + U * 8 + 15) & ~15;               // codes, then (scale, correction) pairs
+  const u32 s_bar = smem_u32(smem);                     // full[stages], empty[stages], act
+  const u32 s_actbar = s_bar + 16 * stages;
+  i64* red = (i64*)(smem + 256);                        // [2][8][CMAX][16]
+  const u32 s_act = s_bar + 256 + 2 * 8 * CMAX * 16 * 8;
+  u8* const p_act = smem + (s_act - s_bar);
+  const u32 s_stage = s_act + ((CMAX * act + 127) & ~127);
 
   if (tid == 0) {
-    for (int i = 0; i < stages; i++) mbar_init(s_bar + 8 * i, 1), mbar_init(s_bar + 8 * (stages + i), 16);
+    for (int i = 0; i < stages; i++) mbar_init(s_bar + 8 * i, 1), mbar_init(s_bar + 8 * (stages + i), 8);
+    mbar_init(s_actbar, 1);
     mbar_fence_init();
   }
   __syncthreads();
@@ -33,26 +36,29 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
   pdl_launch();
   const int items = *count * ipj;
   const int i0 = (int)((long long)items * blockIdx.x / gridDim.x), i1 = (int)((long long)items * (blockIdx.x + 1) / gridDim.x);
-  const int pairs = (i1 - i0 + 1) >> 1;
 
-  if (warp == 16) {
+  if (warp == 8) {
     if (lane == 0) {
-      for (int p = 0; p < pairs; p++) {
-        const int slot = p % stages;
+      int held = -1;
+      for (int it = i0; it < i1; it++) {
+        const int p = it - i0, slot = p % stages, job = it / ipj, k = it - job * ipj;
         if (p >= stages) mbar_wait(s_bar + 8 * (stages + slot), ((p / stages) - 1) & 1);
-        u32 bytes[2] = {0, 0};
-        const u8* src[2] = {0, 0};
-        for (int h = 0; h < 2; h++) {
-          const int it = i0 + 2 * p + h;
-          if (it < i1) {
-            const int job = it / ipj, k = it - job * ipj;
-            bytes[h] = min(rph, row_groups - k * rph) * rg_bytes;
-            src[h] = (const u8*)records[jobs[job * 4]] + offset + (size_t)k * half_bytes;
+        const u32 bytes = min(rph, row_groups - k * rph) * rg_bytes, full = s_bar + 8 * slot;
+        const u8* rec = (const u8*)records[jobs[job * 4]];
+        if (UP && job != held) {
+          // Inputs first: small loads queued behind weights would come last. Their one slot is free when the items of the job
+          // before have been consumed.
+          if (held >= 0) {
+            const int l = p - 1;
+            if (l + stages >= p) mbar_wait(s_bar + 8 * (stages + l % stages), (l / stages) & 1);
           }
+          held = job;
+          const int first = jobs[job * 4 + 1], n = jobs[job * 4 + 2];
+          mbar_expect(s_actbar, n * act);
+          for (int c = 0; c < n; c++) bulk_load(s_act + c * act, x + (size_t)list[first + c] * act, act, s_actbar);
         }
-        mbar_expect(s_bar + 8 * slot, bytes[0] + bytes[1]);
-        for (int h = 0; h < 2; h++)
-          if (bytes[h]) bulk_load(s_stage + (2 * slot + h) * half_bytes, src[h], bytes[h], s_bar + 8 * slot);
+        mbar_expect(full, bytes);
+        bulk_load(s_stage + slot * item_bytes, rec + offset + (size_t)k * item_bytes, bytes, full);
       }
     }
     if (!UP) pdl_wait();
@@ -60,52 +66,45 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
   }
   if (!UP) pdl_wait();
 
-  const int half = warp >> 3, wh = warp & 7, wpr = 8 / rph, rg = wh / wpr, sub = wh - rg * wpr;
+  const int wpr = 8 / rph, rg = warp / wpr, sub = warp - rg * wpr;
   const int u = lane >> 3, j = lane & 7;
-  int held0 = -1, held1 = -1;
-  for (int p = 0; p < pairs; p++) {
-    // Activations of the pair's jobs (consecutive, so two slots by parity suffice).
-    bool fresh = false;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int it = i0 + 2 * p + h;
-      if (it < i1) {
-        const int job = it / ipj;
-        if ((job & 1 ? held1 : held0) != job) {
-          if (!fresh) bar_named(1, CONSUMERS);
-          fresh = true;
-          if (job & 1) held1 = job;
-          else held0 = job;
-          const int first = jobs[job * 4 + 1], n = jobs[job * 4 + 2];
-          const float gs = in_scale[jobs[job * 4] * 3 + (UP ? 0 : 2)];
-          u8* act = smem + (s_act - s_bar) + (job & 1) * act_stride;
-          const int tasks = n * U * 4;
-          for (int t0 = tid & ~31; t0 < tasks; t0 += CONSUMERS) {
-            const int t = t0 + lane, tt = min(t, tasks - 1);
-            const int c = tt / (U * 4), e = tt - c * U * 4;
-            const int pick = list[first + c];
-            const uint2 w = *(const uint2*)(x + (size_t)(UP ? pick / top : pick) * K + e * 4);
-            const float v[4] = {bf_lo(w.x), bf_hi(w.x), bf_lo(w.y), bf_hi(w.y)};
-            u32 codes;
-            int sc, corr;
-            quant_block(v, gs, divisor, codes, sc, corr);
-            if (t < tasks) {
-              *(u32*)(act + c * K + e * 4) = codes;
-              if ((e & 3) == 0) *(int2*)(act + CMAX * K + (c * U + (e >> 2)) * 8) = make_int2(sc, corr);
-            }
+  int held = -1, ordinal = -1, n = 0, mine_pick = 0;
+  float al0 = 0, al1 = 0;
+  for (int it = i0; it < i1; it++) {
+    const int p = it - i0, slot = p % stages, job = it / ipj, k0 = it - job * ipj;
+    if (job != held) {
+      held = job, ordinal++;
+      const int4 jb = *(const int4*)(jobs + job * 4);
+      const int expert = jb.x, first = jb.y;
+      n = jb.z;
+      // What the end of an item needs, asked for before its weights are waited on: lane c keeps pick c.
+      mine_pick = list[first + min(lane, n - 1)];
+      al0 = alpha[expert * 3 + (UP ? 0 : 2)], al1 = UP ? alpha[expert * 3 + 1] : 0.0f;
+      if (UP) {
+        mbar_wait(s_actbar, ordinal & 1);
+      } else {
+        if (ordinal) bar_named(1, TEAM);
+        const float gs = in_scale[expert * 3 + 2];
+        const int tasks = n * U * 4;
+        for (int t0 = tid & ~31; t0 < tasks; t0 += TEAM) {
+          const int t = t0 + lane, tt = min(t, tasks - 1);
+          const int c = tt / (U * 4), e = tt - c * U * 4;
+          const uint2 w = *(const uint2*)((const u16*)x + (size_t)list[first + c] * K + e * 4);
+          const float v[4] = {bf_lo(w.x), bf_hi(w.x), bf_lo(w.y), bf_hi(w.y)};
+          u32 codes;
+          int sc, corr;
+          quant_block(v, gs, divisor, codes, sc, corr);
+          if (t < tasks) {
+            *(u32*)(p_act + c * act + e * 4) = codes;
+            if ((e & 3) == 0) *(int2*)(p_act + c * act + K + (e >> 2) * 8) = make_int2(sc, corr);
           }
         }
+        bar_named(1, TEAM);
       }
     }
-    if (fresh) bar_named(1, CONSUMERS);
-
-    const int slot = p % stages, it = i0 + 2 * p + half;
-    const bool live = it < i1;
-    const int job = live ? it / ipj : 0, k0 = live ? it - job * ipj : 0;
-    const int first = live ? jobs[job * 4 + 1] : 0, n = live ? jobs[job * 4 + 2] : 0, expert = live ? jobs[job * 4] : 0;
     mbar_wait(s_bar + 8 * slot, (p / stages) & 1);
-    i64* mine = red + ((p & 1) * 16 + warp) * CMAX * 16;
-    const bool row_live = live && k0 * rph + rg < row_groups;
+    i64* mine = red + ((p & 1) * 8 + warp) * CMAX * 16;
+    const bool row_live = k0 * rph + rg < row_groups;
 
     auto run = [&](auto cc) {
       constexpr int C = decltype(cc)::value;
@@ -113,8 +112,7 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
 #pragma unroll
       for (int c = 0; c < C; c++) s0[c] = s1[c] = 0;
       if (row_live) {
-        const u32 base = s_stage + (2 * slot + half) * half_bytes + rg * rg_bytes;
-        const u32 act = s_act + (job & 1) * act_stride;
+        const u32 base = s_stage + slot * item_bytes + rg * rg_bytes;
         const int steps = (U + 3) >> 2;
 #pragma unroll(C > 2 ? 1 : 2)
         for (int st = sub; st < steps; st += wpr) {
@@ -130,8 +128,9 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
             for (int q = 0; q < 4; q++) expand_pair(w[q], r0[q], r1[q]);
 #pragma unroll
             for (int c = 0; c < C; c++) {
-              const uint4 v = lds128(act + c * K + unit * 16);
-              const uint2 m = lds64(act + CMAX * K + (c * U + unit) * 8);
+              if (C > 2 && c >= n) break;
+              const uint4 v = lds128(s_act + c * act + unit * 16);
+              const uint2 m = lds64(s_act + c * act + K + unit * 8);
               int t0 = (int)m.y, t1 = (int)m.y;
               t0 = dp4a_us(r0[0], v.x, t0), t1 = dp4a_us(r1[0], v.x, t1);
               t0 = dp4a_us(r0[1], v.y, t0), t1 = dp4a_us(r1[1], v.y, t1);
@@ -145,6 +144,7 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
       }
 #pragma unroll
       for (int c = 0; c < C; c++) {
+        if (C > 2 && c >= n) break;
         s0[c] += __shfl_xor_sync(~0u, s0[c], 8), s1[c] += __shfl_xor_sync(~0u, s1[c], 8);
         s0[c] += __shfl_xor_sync(~0u, s0[c], 16), s1[c] += __shfl_xor_sync(~0u, s1[c], 16);
         if (u == 0) mine[c * 16 + j] = s0[c], mine[c * 16 + j + 8] = s1[c];
@@ -161,16 +161,15 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
 
     __syncwarp();
     if (lane == 0) mbar_arrive(s_bar + 8 * (stages + slot));
-    if (half) bar_named(3, 256);
-    else bar_named(2, 256);
-    const int total = live ? min(rph, row_groups - k0 * rph) * 16 * n : 0;
-    for (int o0 = wh * 32; o0 < total; o0 += 256) {
+    bar_named(2, TEAM);
+    const int total = min(rph, row_groups - k0 * rph) * 16 * n;
+    for (int o0 = warp * 32; o0 < total; o0 += TEAM) {
       const int o = min(o0 + lane, total - 1), row = o & 15, rest = o >> 4, r = rest / n, c = rest - r * n;
-      const i64* src = red + ((p & 1) * 16 + half * 8 + r * wpr) * CMAX * 16 + c * 16 + row;
+      const i64* src = red + ((p & 1) * 8 + r * wpr) * CMAX * 16 + c * 16 + row;
       i64 s = 0;
       for (int k = 0; k < wpr; k++) s += src[k * CMAX * 16];
-      const int pick = list[first + c], g = k0 * rph + r;
-      const float v = rbf(finish_sum(s, alpha[expert * 3 + (UP ? (row & 1) : 2)], divisor));
+      const int pick = __shfl_sync(~0u, mine_pick, c), g = k0 * rph + r;
+      const float v = rbf(finish_sum(s, UP && (row & 1) ? al1 : al0, divisor));
       if (UP) {
         const float up = __shfl_xor_sync(~0u, v, 1);
         if (!(row & 1) && o0 + lane < total) y[(size_t)pick * (row_groups * 8) + g * 8 + (row >> 1)] = swiglu_c(v, up);
@@ -181,18 +180,18 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
   }
 }
 
-#define ENTRY(NAME, CMAX, UP)                                                                                              \
-  extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)                                                          \
+#define ENTRY(NAME, CMAX, UP, PER_SM)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(TEAM + 32, PER_SM)                                                          \
   NAME(const u64* records, const float* alpha, const float* in_scale, const int* jobs, const int* list, const int* count,  \
-       const u16* x, u16* y, int K, int row_groups, int rph, int top, u64 offset, int stages, int divisor) {               \
-    experts_body<CMAX, UP>(records, alpha, in_scale, jobs, list, count, x, y, K, row_groups, rph, top, offset, stages, divisor); \
+       const u8* x, u16* y, int K, int row_groups, int rph, u64 offset, int stages, int divisor) {                         \
+    experts_body<CMAX, UP>(records, alpha, in_scale, jobs, list, count, x, y, K, row_groups, rph, offset, stages, divisor); \
   }
-ENTRY(w4a4_up_1, 1, true)
-ENTRY(w4a4_up_4, 4, true)
-ENTRY(w4a4_up_8, 8, true)
-ENTRY(w4a4_down_1, 1, false)
-ENTRY(w4a4_down_4, 4, false)
-ENTRY(w4a4_down_8, 8, false)
+ENTRY(w4a4_up_1, 1, true, 4)
+ENTRY(w4a4_up_4, 4, true, 3)
+ENTRY(w4a4_up_8, 8, true, 2)
+ENTRY(w4a4_down_1, 1, false, 4)
+ENTRY(w4a4_down_4, 4, false, 3)
+ENTRY(w4a4_down_8, 8, false, 2)
 
 // exp_c of all BF16 inputs, and SwiGLU of (g, u): for exhaustive comparison with the CPU.
 extern "C" __global__ void exp_table(float* out) {

@@ -8,7 +8,8 @@
 
 use crate::error::{CudaError, Result};
 use cudarc::driver::sys;
-use std::ffi::{CStr, CString, c_void};
+use std::collections::HashMap;
+use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
 fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
@@ -48,7 +49,7 @@ pub struct DeviceInfo {
 pub struct Device {
     info: DeviceInfo,
     context: sys::CUcontext,
-    modules: Vec<sys::CUmodule>,
+    functions: HashMap<String, sys::CUfunction>,
 }
 
 // SAFETY: driver handles may be used from any thread once the context is current there, which `bind` ensures.
@@ -103,21 +104,32 @@ impl Device {
             let mut context = std::ptr::null_mut();
             check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&mut context, dev))?;
             check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
-            let mut modules = Vec::new();
+            let mut functions = HashMap::new();
             for (_, image) in crate::FATBINS {
                 let mut m = std::ptr::null_mut();
                 match sys::cuModuleLoadData(&mut m, image.as_ptr().cast()) {
-                    sys::CUresult::CUDA_SUCCESS => modules.push(m),
+                    sys::CUresult::CUDA_SUCCESS => {
+                        // The list of entries spares lookups that fail, which memory checkers count as errors.
+                        let mut n = 0;
+                        check("cuModuleGetFunctionCount", sys::cuModuleGetFunctionCount(&mut n, m))?;
+                        let mut list = vec![std::ptr::null_mut(); n as usize];
+                        check("cuModuleEnumerateFunctions", sys::cuModuleEnumerateFunctions(list.as_mut_ptr(), n, m))?;
+                        for f in list {
+                            let mut name = std::ptr::null();
+                            check("cuFuncGetName", sys::cuFuncGetName(&mut name, f))?;
+                            functions.insert(CStr::from_ptr(name).to_string_lossy().into_owned(), f);
+                        }
+                    }
                     // A file compiled for another family only (fp4 on sm_90) has no image here.
                     sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {}
                     code => check("cuModuleLoadData", code)?,
                 }
             }
-            if modules.is_empty() {
+            if functions.is_empty() {
                 let built = crate::embedded_targets().join(", ");
                 return Err(CudaError::WrongTarget { device: info.name, have: info.capability, built });
             }
-            Ok(Arc::new(Device { info, context, modules }))
+            Ok(Arc::new(Device { info, context, functions }))
         }
     }
 
@@ -187,21 +199,13 @@ impl Device {
 
     /// A kernel by name, allowed to use `shared` bytes of dynamic shared memory.
     pub fn kernel(self: &Arc<Self>, name: &str, shared: usize) -> Result<Kernel> {
-        let c = CString::new(name).map_err(|_| CudaError::NoKernel(name.into()))?;
-        for m in &self.modules {
-            let mut f = std::ptr::null_mut();
-            // SAFETY: the module is loaded; name is NUL-terminated.
-            let code = unsafe { sys::cuModuleGetFunction(&mut f, *m, c.as_ptr()) };
-            if code == sys::CUresult::CUDA_SUCCESS {
-                if shared > 48 << 10 {
-                    let a = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                    // SAFETY: f is a function of a loaded module.
-                    check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(f, a, shared as i32) })?;
-                }
-                return Ok(Kernel { _device: self.clone(), raw: f, shared: shared as u32 });
-            }
+        let Some(&f) = self.functions.get(name) else { return Err(CudaError::NoKernel(name.into())) };
+        if shared > 48 << 10 {
+            let a = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: f is a function of a loaded module.
+            check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(f, a, shared as i32) })?;
         }
-        Err(CudaError::NoKernel(name.into()))
+        Ok(Kernel { _device: self.clone(), raw: f, shared: shared as u32 })
     }
 
     /// Waits for all work of the context.

@@ -66,11 +66,7 @@ pub struct Attention {
     heads: usize,
     kv_heads: usize,
     d: usize,
-}
-
-/// Keys a split takes for a row of `len` keys; mirrors the kernel.
-pub fn split_len(len: usize) -> usize {
-    if len <= 16384 { 128 } else { 512 }
+    slots: usize,
 }
 
 impl Attention {
@@ -88,13 +84,15 @@ impl Attention {
             heads,
             kv_heads,
             d,
+            // Three blocks of 73 KB share a multiprocessor of the large parts; one fits the small ones.
+            slots: dev.info().multiprocessors as usize * ((dev.info().shared_per_block + 1024) / (shared + 1024)).clamp(1, 3),
         })
     }
 
-    /// Splits needed for rows of at most `len` keys.
+    /// Splits of rows of at most `len` keys: the kernel cuts a row into equal parts of at least 64 keys, as many as blocks of it
+    /// fit the device at once.
     pub fn splits(&self, len: usize) -> usize {
-        // 16384 keys in splits of 128 need as many as 65536 in splits of 512.
-        len.min(16384).div_ceil(128).max(len.div_ceil(split_len(len)))
+        len.div_ceil(64).min(self.slots.div_ceil(self.kv_heads)).max(1)
     }
 
     /// Bytes of scratch for `rows` rows of at most `len` keys.
@@ -133,13 +131,13 @@ impl Attention {
             .ptr(scratch)
             .ptr(ml)
             .ints(&[group, q.pitch, q.head, p.table_pitch, p.page_log, p.page_stride, p.token_stride, p.head_stride])
-            .ints(&[sp, ratio, splits])
+            .ints(&[sp, ratio, splits, self.slots])
             .f32(scale as f32);
         s.launch(&self.decode, [splits as u32, self.kv_heads as u32, q.rows as u32], 128, pdl, &args)?;
         let (g, gp, gh) = gate.unwrap_or((0, 0, 0));
         let args = Args::new().ptr(scratch).ptr(ml).ptr(q.pos).ptr(sc).ptr(g).ptr(out);
-        let args = args.ints(&[group, self.kv_heads, ratio, splits, out_pitch, gp, gh]);
-        s.launch(&self.merge, [self.heads as u32, q.rows as u32, 1], self.d as u32, true, &args)
+        let args = args.ints(&[group, self.kv_heads, ratio, splits, self.slots, out_pitch, gp, gh]);
+        s.launch(&self.merge, [self.heads as u32, q.rows as u32, 1], 4 * self.d as u32, true, &args)
     }
 
     /// Dense causal attention of `rows` consecutive tokens of one sequence, the first at position `pos0`; keys of all of them

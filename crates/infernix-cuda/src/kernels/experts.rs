@@ -39,11 +39,21 @@ impl Router {
         s.launch(&self.topk, [rows.div_ceil(4) as u32, 1, 1], 128, pdl, &args)
     }
 
-    /// Groups the picks of `rows` rows by expert into jobs of at most `width` picks.
-    pub fn group(&self, s: &Stream, ids: u64, rows: usize, width: usize, j: Jobs, pdl: bool) -> Result<()> {
-        let args = Args::new().ptr(ids).ints(&[rows * self.top, self.experts, width]).ptr(j.jobs).ptr(j.list).ptr(j.count);
-        s.launch(&self.group, [1, 1, 1], 1024, pdl, &args)
+    /// Groups the picks of `rows` rows by expert into jobs of at most `width` picks, and quantises the input of each pick:
+    /// `x` BF16 `[rows][h]`, `act` [`act_bytes`]`(h)` a pick. Without `x` (0) only the jobs are made.
+    #[expect(clippy::too_many_arguments, reason = "ids and inputs to jobs and codes")]
+    pub fn prepare(&self, s: &Stream, ids: u64, rows: usize, width: usize, j: Jobs, t: &ExpertTable, x: u64, h: usize, act: u64, pdl: bool) -> Result<()> {
+        let picks = rows * self.top;
+        let args = Args::new().ptr(ids).ints(&[picks, self.experts, width]).ptr(j.jobs).ptr(j.list).ptr(j.count);
+        let args = args.ptr(x).ptr(t.input).ptr(act).ints(&[h, self.top, usize::from(t.divisor)]);
+        let quantise = if x == 0 { 0 } else { picks };
+        s.launch(&self.group, [quantise as u32 + 1, 1, 1], 1024, pdl, &args)
     }
+}
+
+/// Bytes of one quantised input of `k` values.
+pub fn act_bytes(k: usize) -> usize {
+    (k + k / 2).div_ceil(16) * 16
 }
 
 /// Exact W4A4 experts over rg16 records, hidden `h`, intermediate `i`.
@@ -56,27 +66,33 @@ pub struct W4a4 {
     pub i: usize,
     /// Picks a job may have: the instance. 1, 4 or 8.
     pub width: usize,
+    up_plan: Half,
+    down_plan: Half,
+}
+
+#[derive(Clone, Copy)]
+struct Half {
+    stages: usize,
+    rph: usize,
     grid: u32,
-    stages_up: usize,
-    stages_down: usize,
-    rph_up: usize,
-    rph_down: usize,
 }
 
 /// Tunables of [`W4a4`]; none changes a bit.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct W4a4Tuning {
-    /// Stages of the ring, at most.
+    /// Stages of a CTA's ring, at most.
     pub stages: usize,
     /// Row groups an item, gate/up: 1, 2, 4 or 8.
     pub rph_up: usize,
     /// Row groups an item, down: 1, 2, 4 or 8.
     pub rph_down: usize,
+    /// CTAs a multiprocessor, at most.
+    pub per_sm: usize,
 }
 
 impl Default for W4a4Tuning {
     fn default() -> Self {
-        W4a4Tuning { stages: 3, rph_up: 1, rph_down: 2 }
+        W4a4Tuning { stages: 2, rph_up: 1, rph_down: 4, per_sm: 4 }
     }
 }
 
@@ -104,30 +120,31 @@ impl W4a4 {
         if !h.is_multiple_of(16) || !i.is_multiple_of(16) || h == 0 || i == 0 {
             return Err(CudaError::Shape { kernel: "w4a4", what: format!("hidden {h}, intermediate {i}: multiples of 16") });
         }
-        let plan = |k: usize, rph: usize| {
+        let plan = |name: &str, k: usize, rph: usize| {
             let u = k / 16;
-            let fixed = 256 + 2 * 16 * width * 16 * 8 + 2 * (width * (k + u * 8)).div_ceil(128) * 128;
-            let stage = 2 * rph * u * 144;
-            let stages = (dev.info().shared_per_block.saturating_sub(fixed) / stage).min(t.stages);
-            if stages < 1 {
-                return Err(CudaError::Shape { kernel: "w4a4", what: format!("K = {k} does not fit shared memory") });
+            let fixed = 256 + 2 * 8 * width * 16 * 8 + (width * act_bytes(k)).div_ceil(128) * 128;
+            let item = rph * u * 144;
+            // The instance's register limit allows this many CTAs.
+            let most = match width {
+                1 => 4,
+                4 => 3,
+                _ => 2,
+            };
+            let total = dev.info().shared_per_block + 1024;
+            // Prefer residency, then depth.
+            for per_sm in (1..=t.per_sm.min(most)).rev() {
+                let room = (total / per_sm - 1024).saturating_sub(fixed) / item;
+                if room >= 2 || (per_sm == 1 && room >= 1) {
+                    let stages = room.min(t.stages).min(8);
+                    let kernel = dev.kernel(&format!("w4a4_{name}_{width}"), fixed + stages * item)?;
+                    return Ok((kernel, Half { stages, rph, grid: dev.info().multiprocessors * per_sm as u32 }));
+                }
             }
-            Ok((stages, fixed + stages * stage))
+            Err(CudaError::Shape { kernel: "w4a4", what: format!("K = {k} does not fit shared memory") })
         };
-        let (stages_up, shared_up) = plan(h, t.rph_up)?;
-        let (stages_down, shared_down) = plan(i, t.rph_down)?;
-        Ok(W4a4 {
-            up: dev.kernel(&format!("w4a4_up_{width}"), shared_up)?,
-            down: dev.kernel(&format!("w4a4_down_{width}"), shared_down)?,
-            h,
-            i,
-            width,
-            grid: dev.info().multiprocessors,
-            stages_up,
-            stages_down,
-            rph_up: t.rph_up,
-            rph_down: t.rph_down,
-        })
+        let (up, up_plan) = plan("up", h, t.rph_up)?;
+        let (down, down_plan) = plan("down", i, t.rph_down)?;
+        Ok(W4a4 { up, down, h, i, width, up_plan, down_plan })
     }
 
     /// Bytes of the gate/up part of a record; down follows.
@@ -140,16 +157,16 @@ impl W4a4 {
         self.gate_up_bytes() + self.h / 16 * (self.i / 16) * 144
     }
 
-    /// Both products. `x` BF16 `[rows][h]`; `mid` BF16 `[picks][i]`; `y` BF16 `[picks][h]`.
+    /// Both products. `act`: the quantised inputs of [`Router::prepare`]; `mid` BF16 `[picks][i]`; `y` BF16 `[picks][h]`.
     #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts")]
-    pub fn launch(&self, s: &Stream, t: &ExpertTable, j: Jobs, top: usize, x: u64, mid: u64, y: u64, pdl: bool) -> Result<()> {
-        let args = |x: u64, y: u64, k: usize, groups: usize, rph: usize, offset: usize, stages: usize| {
+    pub fn launch(&self, s: &Stream, t: &ExpertTable, j: Jobs, act: u64, mid: u64, y: u64, pdl: bool) -> Result<()> {
+        let args = |x: u64, y: u64, k: usize, groups: usize, p: Half, offset: usize| {
             let a = Args::new().ptr(t.records).ptr(t.alpha).ptr(t.input).ptr(j.jobs).ptr(j.list).ptr(j.count).ptr(x).ptr(y);
-            a.ints(&[k, groups, rph, top, offset, stages, usize::from(t.divisor)])
+            a.ints(&[k, groups, p.rph, offset, p.stages, usize::from(t.divisor)])
         };
-        let up = args(x, mid, self.h, 2 * self.i / 16, self.rph_up, 0, self.stages_up);
-        s.launch(&self.up, [self.grid, 1, 1], 544, pdl, &up)?;
-        let down = args(mid, y, self.i, self.h / 16, self.rph_down, self.gate_up_bytes(), self.stages_down);
-        s.launch(&self.down, [self.grid, 1, 1], 544, true, &down)
+        let up = args(act, mid, self.h, 2 * self.i / 16, self.up_plan, 0);
+        s.launch(&self.up, [self.up_plan.grid, 1, 1], 288, pdl, &up)?;
+        let down = args(mid, y, self.i, self.h / 16, self.down_plan, self.gate_up_bytes());
+        s.launch(&self.down, [self.down_plan.grid, 1, 1], 288, true, &down)
     }
 }

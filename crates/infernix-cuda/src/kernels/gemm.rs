@@ -22,7 +22,7 @@ impl Gemm {
         };
         // Stages as in the kernel: four where a block may have 227 KB, else two.
         let stages = if dev.info().capability >= 100 { 2 } else { 4 };
-        let shared = (stages * (128 * row + 256 * 128)).max(256 * 136 * 2);
+        let shared = (stages * (128 * row + 256 * 128)).max(128 * 132 * 4);
         Ok(Gemm { kernel: dev.kernel(&format!("gemm_{}", f.tag()), shared)?, format: f })
     }
 

@@ -22,6 +22,7 @@ pub struct IndexPages {
 /// Scores and top blocks, 4 index heads of 128.
 pub struct IndexSelect {
     score: Kernel,
+    chunk: Kernel,
     select: Kernel,
     ratio: usize,
     want: usize,
@@ -30,21 +31,34 @@ pub struct IndexSelect {
 impl IndexSelect {
     /// `ratio` tokens a block, `want` blocks at most.
     pub fn new(dev: &Arc<Device>, ratio: usize, want: usize) -> Result<Self> {
-        if ratio == 0 || want == 0 {
+        if ratio == 0 || want == 0 || want > 512 {
             return Err(CudaError::Shape { kernel: "qsa", what: format!("ratio {ratio}, budget {want}") });
         }
-        Ok(IndexSelect { score: dev.kernel("qsa_score", 0)?, select: dev.kernel("qsa_select", 0)?, ratio, want })
+        Ok(IndexSelect { score: dev.kernel("qsa_score", 0)?, chunk: dev.kernel("qsa_chunk", 0)?, select: dev.kernel("qsa_select", 0)?, ratio, want })
+    }
+
+    /// Bytes of scratch for `rows` rows of at most `max_blocks` blocks.
+    pub fn scratch(&self, rows: usize, max_blocks: usize) -> usize {
+        rows * max_blocks.div_ceil(4096) * self.want * 4
     }
 
     /// `q` BF16 `[rows][q_pitch]` (4 heads of 128, normed and rotated); `lane`, `pos` I32 `[rows]`. Row r has `(pos + 1) / ratio`
     /// complete blocks. `scores` FP32 `[rows][score_pitch]`; `ids` I32 `[rows][id_pitch]` ascending; `counts` I32 `[rows]`.
     #[expect(clippy::too_many_arguments, reason = "queries, pages and three outputs")]
-    pub fn launch(&self, s: &Stream, q: u64, q_pitch: usize, p: &IndexPages, lane: u64, pos: u64, rows: usize, max_blocks: usize, scores: u64, score_pitch: usize, ids: u64, id_pitch: usize, counts: u64, pdl: bool) -> Result<()> {
+    pub fn launch(&self, s: &Stream, q: u64, q_pitch: usize, p: &IndexPages, lane: u64, pos: u64, rows: usize, max_blocks: usize, scores: u64, score_pitch: usize, scratch: u64, ids: u64, id_pitch: usize, counts: u64, pdl: bool) -> Result<()> {
+        let chunks = max_blocks.div_ceil(4096);
+        if chunks > 16 {
+            return Err(CudaError::Shape { kernel: "qsa", what: format!("{max_blocks} blocks, at most 65536") });
+        }
         let scale = 128f32.powf(-0.5);
         let a = Args::new().ptr(q).ptr(p.keys).ptr(p.tables).ptr(lane).ptr(pos).ptr(scores);
         let a = a.ints(&[q_pitch, p.table_pitch, p.page_log, p.page_stride, self.ratio, score_pitch]).f32(scale);
         s.launch(&self.score, [max_blocks.div_ceil(64).max(1) as u32, rows as u32, 1], 256, pdl, &a)?;
-        let a = Args::new().ptr(scores).ptr(pos).ptr(ids).ptr(counts).ints(&[self.ratio, self.want, score_pitch, id_pitch]);
+        if max_blocks > 8192 {
+            let a = Args::new().ptr(scores).ptr(pos).ptr(scratch).ints(&[self.ratio, self.want, score_pitch]);
+            s.launch(&self.chunk, [chunks as u32, rows as u32, 1], 1024, true, &a)?;
+        }
+        let a = Args::new().ptr(scores).ptr(pos).ptr(scratch).ptr(ids).ptr(counts).ints(&[self.ratio, self.want, score_pitch, id_pitch, chunks]);
         s.launch(&self.select, [rows as u32, 1, 1], 1024, true, &a)
     }
 }
@@ -56,7 +70,7 @@ pub struct Candidates {
     want: usize,
 }
 
-const CHUNK: usize = 8192;
+const CHUNK: usize = 4096;
 
 impl Candidates {
     /// `want` candidates, at most 256; 1 is the argmax.
@@ -82,7 +96,7 @@ impl Candidates {
             let chunks = n.div_ceil(CHUNK);
             let (ov, oid) = (scratch + side * 2 * part, scratch + side * 2 * part + part);
             let a = Args::new().ptr(v).ptr(id).ints(&[n, pitch, CHUNK, self.want]).ptr(ov).ptr(oid);
-            s.launch(&self.chunk, [chunks as u32, rows as u32, 1], 256, pdl, &a)?;
+            s.launch(&self.chunk, [chunks as u32, rows as u32, 1], 1024, pdl, &a)?;
             (v, id, n, pitch, pdl) = (ov, oid, chunks * self.want, chunks * self.want, true);
             side ^= 1;
             if chunks == 1 {

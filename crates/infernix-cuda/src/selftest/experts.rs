@@ -3,7 +3,7 @@
 use super::Run;
 use crate::driver::DeviceBuffer;
 use crate::error::Result;
-use crate::kernels::experts::{ExpertTable, Jobs, Router, W4a4, W4a4Tuning};
+use crate::kernels::experts::{ExpertTable, Jobs, Router, W4a4, W4a4Tuning, act_bytes};
 use crate::oracle::num::{Rng, bf16, parallel};
 use crate::oracle::w4a4;
 
@@ -148,14 +148,19 @@ pub(super) fn check(run: &mut Run) -> Result<()> {
             let jobs = Jobs { jobs: jb.ptr(), list: lb.ptr(), count: cb.ptr() };
             let most = (0..e as i32).map(|x| ids.iter().filter(|i| **i == x).count()).max().unwrap_or(1);
             let mut want: Option<Vec<(Vec<u16>, Vec<u16>)>> = None;
-            for (t, tuning) in [W4a4Tuning::default(), W4a4Tuning { stages: 2, rph_up: 2, rph_down: 4 }, W4a4Tuning { stages: 1, rph_up: 1, rph_down: 1 }]
+            for (t, tuning) in [
+                W4a4Tuning::default(),
+                W4a4Tuning { stages: 3, rph_up: 2, rph_down: 4, per_sm: 2 },
+                W4a4Tuning { stages: 1, rph_up: 1, rph_down: 1, per_sm: 1 },
+            ]
                 .into_iter()
                 .enumerate()
             {
                 let Ok(k) = W4a4::new(&run.dev, h, i, most, tuning) else { continue };
                 let (mid, y) = (run.dev.alloc(picks * i * 2)?, run.dev.alloc(picks * h * 2)?);
-                router.group(&run.stream, dids.ptr(), rows, k.width, jobs, false)?;
-                k.launch(&run.stream, &l.table, jobs, top, dx.ptr(), mid.ptr(), y.ptr(), true)?;
+                let act = run.dev.alloc(picks * act_bytes(h))?;
+                router.prepare(&run.stream, dids.ptr(), rows, k.width, jobs, &l.table, dx.ptr(), h, act.ptr(), false)?;
+                k.launch(&run.stream, &l.table, jobs, act.ptr(), mid.ptr(), y.ptr(), true)?;
                 run.stream.synchronize()?;
                 let (gm, gy): (Vec<u16>, Vec<u16>) = (mid.read(0, picks * i)?, y.read(0, picks * h)?);
                 // All picks of small calls, a sample of large ones (the oracle is scalar).
@@ -210,31 +215,35 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
             distinct += u.len();
             calls.push((run.dev.upload(&ids)?, run.dev.alloc(picks * 16)?, run.dev.alloc(picks * 4)?, run.dev.alloc(8)?));
         }
+        let act = run.dev.alloc(picks * act_bytes(h))?;
+        let base = W4a4Tuning::default();
         let tunings: &[W4a4Tuning] = &[
-            W4a4Tuning { stages: 2, rph_up: 1, rph_down: 2 },
-            W4a4Tuning { stages: 3, rph_up: 1, rph_down: 2 },
-            W4a4Tuning { stages: 4, rph_up: 1, rph_down: 2 },
-            W4a4Tuning { stages: 3, rph_up: 1, rph_down: 4 },
-            W4a4Tuning { stages: 3, rph_up: 1, rph_down: 1 },
-            W4a4Tuning { stages: 2, rph_up: 2, rph_down: 4 },
+            base,
+            W4a4Tuning { rph_down: 8, ..base },
+            W4a4Tuning { per_sm: 3, ..base },
+            W4a4Tuning { per_sm: 2, stages: 4, ..base },
         ];
-        for (n, t) in tunings.iter().enumerate() {
-            if rows > 4 && n > 2 {
-                continue;
-            }
+        for t in tunings {
             let k = W4a4::new(&run.dev, h, i, most, *t)?;
-            let bytes = distinct / sets * k.record_bytes();
-            for c in &calls {
-                let jobs = Jobs { jobs: c.1.ptr(), list: c.2.ptr(), count: c.3.ptr() };
-                router.group(&run.stream, c.0.ptr(), rows, k.width, jobs, false)?;
+            let bytes = distinct * k.record_bytes() / sets;
+            let jobs_of = |s: usize| Jobs { jobs: calls[s].1.ptr(), list: calls[s].2.ptr(), count: calls[s].3.ptr() };
+            let prepare = |s: usize, pdl: bool| {
+                router.prepare(&run.stream, calls[s].0.ptr(), rows, k.width, jobs_of(s), &ls[s % layers].table, x.ptr(), h, act.ptr(), pdl)
+            };
+            for s in 0..sets {
+                prepare(s, false)?;
             }
             run.stream.synchronize()?;
-            let us = run.time(sets, |s| {
-                let c = &calls[s];
-                let jobs = Jobs { jobs: c.1.ptr(), list: c.2.ptr(), count: c.3.ptr() };
-                k.launch(&run.stream, &ls[s % layers].table, jobs, top, x.ptr(), mid.ptr(), y.ptr(), true)
+            let case = format!("512 experts 2560/640, {rows} rows, {:.1} records, width {}, {t:?}", distinct as f64 / sets as f64, k.width);
+            let us = run.time(sets, |s| k.launch(&run.stream, &ls[s % layers].table, jobs_of(s), act.ptr(), mid.ptr(), y.ptr(), true))?;
+            let with = run.time(sets, |s| {
+                prepare(s, true)?;
+                k.launch(&run.stream, &ls[s % layers].table, jobs_of(s), act.ptr(), mid.ptr(), y.ptr(), true)
             })?;
-            run.timed("w4a4", format!("512 experts 2560/640, {rows} rows, {:.1} records, width {}, {t:?}", distinct as f64 / sets as f64, k.width), us, bytes);
+            run.timed("w4a4", case.clone(), us, bytes);
+            if *t == base {
+                run.timed("w4a4 with prepare", case, with, bytes);
+            }
         }
     }
     Ok(())
@@ -244,6 +253,7 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
 pub(super) fn router(run: &mut Run) -> Result<()> {
     for (e, top, rows) in [(512usize, 10usize, 64usize), (256, 8, 5), (60, 4, 3), (1024, 32, 2), (8, 8, 1)] {
         let r = Router::new(&run.dev, e, top)?;
+        let none = ExpertTable::default();
         let pitch = e + 5;
         let mut logits = run.rng.f32(rows * pitch, 2.0);
         // Ties: quantise half of the rows coarsely; a row of equal values; zeros of both signs.
@@ -261,7 +271,7 @@ pub(super) fn router(run: &mut Run) -> Result<()> {
         let (jb, lb, cb) = (run.dev.alloc(picks * 16)?, run.dev.alloc(picks * 4)?, run.dev.alloc(8)?);
         let jobs = Jobs { jobs: jb.ptr(), list: lb.ptr(), count: cb.ptr() };
         r.select(&run.stream, d.ptr(), pitch, rows, ids.ptr(), w.ptr(), false)?;
-        r.group(&run.stream, ids.ptr(), rows, width, jobs, true)?;
+        r.prepare(&run.stream, ids.ptr(), rows, width, jobs, &none, 0, 0, 0, true)?;
         run.stream.synchronize()?;
         let (gi, gw): (Vec<i32>, Vec<f32>) = (ids.read(0, picks)?, w.read(0, picks)?);
         let (mut bad, mut worst) = (0usize, 0f64);
@@ -299,9 +309,9 @@ pub(super) fn router(run: &mut Run) -> Result<()> {
         if run.bench && e == 512 {
             let us = run.time(1, |_| r.select(&run.stream, d.ptr(), pitch, 1, ids.ptr(), w.ptr(), true))?;
             run.timed("router_topk", "1 row of 512".into(), us, e * 4);
-            let us = run.time(1, |_| r.group(&run.stream, ids.ptr(), 1, width, jobs, true))?;
+            let us = run.time(1, |_| r.prepare(&run.stream, ids.ptr(), 1, width, jobs, &none, 0, 0, 0, true))?;
             run.timed("group_experts", "1 row".into(), us, 40);
-            let us = run.time(1, |_| r.group(&run.stream, ids.ptr(), 32, width, jobs, true))?;
+            let us = run.time(1, |_| r.prepare(&run.stream, ids.ptr(), 32, width, jobs, &none, 0, 0, 0, true))?;
             run.timed("group_experts", "32 rows".into(), us, 1280);
         }
     }

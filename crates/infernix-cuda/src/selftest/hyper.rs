@@ -49,7 +49,8 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
             let rows = |w: &Words, n: usize, k: usize| -> Vec<Vec<f64>> { parallel(n, |i| w.row(i)[..k].to_vec()) };
             let (rd, ru, ri) = (rows(&wd, rank, 4 * h), rows(&wu, 4 * h, rank), rows(&wi, 4, 4 * h));
             let refs = parallel(cols, |c| reference(&r[c * 4 * h..][..4 * h], &norm, &rd, &ru, &ri, h));
-            // Bound: relative L2 of a column 4e-3 (the output rounding alone is about 1.7e-3), b within 1e-5 of its value.
+            // Bound: relative L2 of a column 4e-3 (the output rounding alone is about 1.7e-3). b: N may round to the other BF16
+            // neighbour where FP32 lands beside a boundary; one such flip moves b by up to 2^-8 |w N| / 8, hence 2e-4.
             let (mut worst, mut worst_b) = (0f64, 0f64);
             for c in 0..cols {
                 let (mut d, mut t) = (0f64, 0f64);
@@ -60,12 +61,12 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 }
                 worst = worst.max((d / t).sqrt() / 4e-3);
                 for s in 0..4 {
-                    let e = (f64::from(gb[c * 4 + s]) - refs[c].1[s]).abs() / 1e-5;
+                    let e = (f64::from(gb[c * 4 + s]) - refs[c].1[s]).abs() / 2e-4;
                     worst_b = worst_b.max(if e.is_finite() { e } else { f64::INFINITY });
                 }
             }
             run.check("hyper x", format!("{} h {h} rank {rank}, {cols} columns, relative L2 4e-3", f.tag()), worst, false);
-            run.check("hyper b", format!("{} h {h} rank {rank}, absolute 1e-5", f.tag()), worst_b, false);
+            run.check("hyper b", format!("{} h {h} rank {rank}, absolute 2e-4", f.tag()), worst_b, false);
             let mut unequal = 0usize;
             for one in [0usize, 3, 10] {
                 let (x1, b1) = (run.dev.alloc(h * 2)?, run.dev.alloc(16)?);

@@ -3,7 +3,7 @@
 use super::Run;
 use crate::driver::DeviceBuffer;
 use crate::error::Result;
-use crate::kernels::linear::{Gemv, Linear, Out, WeightFormat};
+use crate::kernels::linear::{Gemv, GemvTuning, Linear, Out, WeightFormat};
 use crate::oracle::num::{bf16, bf16_half_ulp, parallel};
 use crate::oracle::{Rng, Words};
 
@@ -131,20 +131,24 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
         let x = run.dev.upload(&run.rng.bf16(64 * k, 1.0))?;
         let y: DeviceBuffer = run.dev.alloc(64 * n * 2)?;
         for &c in widths {
-            let mut variants = vec![(Gemv::RING, None)];
+            let base = GemvTuning::default();
+            let mut variants = vec![base];
             if c == 1 {
-                variants.extend([(64 << 10, None), (100 << 10, None), (100 << 10, Some(32)), (160 << 10, Some(16))]);
+                variants.extend([
+                    GemvTuning { per_sm: 1, ..base },
+                    GemvTuning { ring: 160 << 10, ..base },
+                ]);
             }
             let mut seen = vec![];
-            for (ring, chunk) in variants {
-                let Ok(g) = Gemv::with_chunk(&run.dev, f, n, lins[0].k_pad, c, ring, chunk) else { continue };
+            for t in variants {
+                let Ok(g) = Gemv::tuned(&run.dev, f, n, lins[0].k_pad, c, &t) else { continue };
                 if seen.contains(&g.plan) {
                     continue;
                 }
                 seen.push(g.plan);
                 let us = run.time(copies, |i| g.launch(&run.stream, &lins[i], x.ptr(), k, y.ptr(), n, Out::Bf16, true))?;
                 let p = g.plan;
-                run.timed("gemv", format!("{} {n}x{k} {c} columns, {} stages of {} steps", f.tag(), p.stages, p.chunk_steps), us, bytes);
+                run.timed("gemv", format!("{} {n}x{k} {c} columns, {} CTAs of {} stages of {} steps", f.tag(), p.per_sm, p.stages, p.chunk_steps), us, bytes);
             }
         }
     }

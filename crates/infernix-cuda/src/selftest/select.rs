@@ -34,8 +34,9 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         let (dk, dq, dt, dl, dp) = (run.dev.upload(&k)?, run.dev.upload(&q)?, run.dev.upload(&table)?, run.dev.upload(&lane)?, run.dev.upload(&pos)?);
         let (scores, ids, counts) = (run.dev.alloc(rows * blocks * 4)?, run.dev.alloc(rows * want * 4)?, run.dev.alloc(rows * 4)?);
         let p = IndexPages { keys: dk.ptr(), tables: dt.ptr(), table_pitch: pages, page_log, page_stride: 256 * 128 };
+        let scratch = run.dev.alloc(sel.scratch(rows, blocks))?;
         let go = |s: &crate::driver::Stream, rows: usize, pdl: bool| {
-            sel.launch(s, dq.ptr(), 512, &p, dl.ptr(), dp.ptr(), rows, blocks, scores.ptr(), blocks, ids.ptr(), want, counts.ptr(), pdl)
+            sel.launch(s, dq.ptr(), 512, &p, dl.ptr(), dp.ptr(), rows, blocks, scores.ptr(), blocks, scratch.ptr(), ids.ptr(), want, counts.ptr(), pdl)
         };
         go(&run.stream, rows, false)?;
         run.stream.synchronize()?;
@@ -80,9 +81,13 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         }
         let (ds, dp) = (run.dev.upload(&s)?, run.dev.upload(&[(n * ratio) as i32 - 1])?);
         let (ids, counts) = (run.dev.alloc(want * 4)?, run.dev.alloc(4)?);
-        let k = run.dev.kernel("qsa_select", 0)?;
-        let a = crate::driver::Args::new().ptr(ds.ptr()).ptr(dp.ptr()).ptr(ids.ptr()).ptr(counts.ptr()).ints(&[ratio, want, n, want]);
-        run.stream.launch(&k, [1, 1, 1], 1024, false, &a)?;
+        let chunks = n.div_ceil(4096);
+        let cand = run.dev.alloc(chunks * want * 4)?;
+        let (k, k0) = (run.dev.kernel("qsa_select", 0)?, run.dev.kernel("qsa_chunk", 0)?);
+        let a = crate::driver::Args::new().ptr(ds.ptr()).ptr(dp.ptr()).ptr(cand.ptr()).ints(&[ratio, want, n]);
+        run.stream.launch(&k0, [chunks as u32, 1, 1], 1024, false, &a)?;
+        let a = crate::driver::Args::new().ptr(ds.ptr()).ptr(dp.ptr()).ptr(cand.ptr()).ptr(ids.ptr()).ptr(counts.ptr());
+        run.stream.launch(&k, [1, 1, 1], 1024, false, &a.ints(&[ratio, want, n, want, chunks]))?;
         run.stream.synchronize()?;
         let gi: Vec<i32> = ids.read(0, want)?;
         let mut w = best(&s, want);
