@@ -233,6 +233,9 @@ pub(crate) struct ModelArgs {
     pub(crate) lossless: bool,
     #[command(flatten)]
     pub(crate) activations: ActivationArgs,
+    /// Format of cached keys and values
+    #[arg(long, value_enum, default_value_t = KvDtype::Bf16)]
+    pub(crate) kv_dtype: KvDtype,
     /// Worker threads of decoding [default: the physical cores this process may use]
     #[arg(long, short = 'j', value_name = "N")]
     pub(crate) threads: Option<usize>,
@@ -242,6 +245,14 @@ pub(crate) struct ModelArgs {
     /// Convert without asking when the model is a checkpoint folder
     #[arg(long, short)]
     pub(crate) yes: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvDtype {
+    /// The bits of keys and values as computed
+    Bf16,
+    /// 8-bit codes with one scale per 64 values, keys rotated
+    Int8,
 }
 
 #[derive(Debug, Args)]
@@ -339,6 +350,10 @@ pub(crate) struct LogitsArgs {
     /// Precision of the values between operations (fp32 needs --backend lossless)
     #[arg(long, value_enum, default_value_t = Boundaries::Bf16)]
     pub(crate) boundaries: Boundaries,
+    /// Also write what each layer did: `layer.I.out` (residual), `.experts` and `.expert_weights`, `.qsa_blocks` (-1
+    /// pads; a row of -1 attends to everything), `.ple_rows`
+    #[arg(long)]
+    pub(crate) layers: bool,
     /// Tokens per forward call; the result does not depend on it
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub(crate) prefill_chunk: usize,

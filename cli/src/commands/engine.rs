@@ -57,7 +57,7 @@ fn start<B: Backend>(
             ngram
         },
     );
-    let options = DriverOptions { tokens, ..DriverOptions::default() };
+    let options = DriverOptions { tokens, kv: open.kv, ..DriverOptions::default() };
     let mut driver = Driver::new(model, ngram, options)?;
     task.run(&mut driver)
 }

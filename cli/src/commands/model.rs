@@ -1,7 +1,7 @@
 //! One rule finds the model for every command, and one place opens it.
 
 use super::convert::interrupt;
-use crate::args::{ModelArgs, ProgressMode};
+use crate::args::{KvDtype, ModelArgs, ProgressMode};
 use crate::output::{self, usage};
 use crate::progress::Reporter;
 use anyhow::{Context as _, bail};
@@ -9,6 +9,7 @@ use infernix_artifact::{Artifact, Interrupt};
 use infernix_checkpoint::{Checkpoint, OpenOptions};
 use infernix_convert::{ConvertOptions, Recipe, RunOptions};
 use infernix_engine::backend::ActivationPolicy;
+use infernix_engine::state::KvFormat;
 use infernix_text::{ChatFormat, Resources, Tokenizer};
 use std::env;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -164,6 +165,7 @@ pub(crate) struct OpenModel {
     pub(crate) ngram: Option<PathBuf>,
     pub(crate) backend: BackendKind,
     pub(crate) activations: ActivationPolicy,
+    pub(crate) kv: KvFormat,
     /// Decode threads; 0 leaves it to the backend.
     pub(crate) threads: usize,
     /// Prefill threads; 0 is as decode.
@@ -188,6 +190,10 @@ impl OpenModel {
             ngram: args.ngram.clone(),
             backend,
             activations,
+            kv: match args.kv_dtype {
+                KvDtype::Bf16 => KvFormat::Bf16,
+                KvDtype::Int8 => KvFormat::Int8,
+            },
             threads: threads("threads", args.threads)?,
             threads_batch: threads("threads-batch", args.threads_batch)?,
         })
