@@ -27,7 +27,8 @@ pub(crate) fn bundled_checkpoint() -> anyhow::Result<PathBuf> {
         Some(prefix.join("share/infernix/models").join(NAME))
     });
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models").join(NAME);
-    installed.into_iter().chain([source]).find(|p| p.join("config.json").is_file()).with_context(|| {
+    let complete = |p: PathBuf| p.canonicalize().ok().filter(|p| p.join("config.json").is_file());
+    installed.into_iter().chain([source]).find_map(complete).with_context(|| {
         format!("the bundled model {NAME} is neither installed nor in the source tree; name a model")
     })
 }
