@@ -15,12 +15,16 @@ fn main() {
     println!("cargo:rerun-if-changed=kernels");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let Some(nvcc) = find_nvcc() else {
-        fs::write(out.join("fatbins.rs"), "pub(crate) static TARGETS: &[&str] = &[];\npub(crate) static FATBINS: &[(&str, &[u8])] = &[];\n")
-            .expect("write the list of kernels");
+        fs::write(
+            out.join("fatbins.rs"),
+            "pub(crate) static TARGETS: &[&str] = &[];\npub(crate) static FATBINS: &[(&str, &[u8])] = &[];\n",
+        )
+        .expect("write the list of kernels");
         return;
     };
     let archs = env::var("INFERNIX_CUDA_ARCHS").unwrap_or_else(|_| "sm_90a,sm_120f".into());
-    let archs: Vec<String> = archs.split(',').map(|a| a.trim().to_string()).filter(|a| !a.is_empty()).collect();
+    let archs: Vec<String> =
+        archs.split(',').map(|a| a.trim().to_string()).filter(|a| !a.is_empty()).collect();
 
     let mut sources: Vec<PathBuf> = fs::read_dir("kernels")
         .expect("the kernels folder is part of the crate")
@@ -46,7 +50,11 @@ fn main() {
         .map(|src| {
             let stem = src.file_stem().expect("a file name").to_string_lossy().into_owned();
             let targets = if stem.starts_with("fp4") {
-                if archs.iter().any(|a| a.starts_with("sm_120")) { vec!["sm_120a".to_string()] } else { vec![] }
+                if archs.iter().any(|a| a.starts_with("sm_120")) {
+                    vec!["sm_120a".to_string()]
+                } else {
+                    vec![]
+                }
             } else {
                 archs.clone()
             };
@@ -72,7 +80,9 @@ fn main() {
     let failures = failures.into_inner().expect("no thread panics with the lock");
     assert!(failures.is_empty(), "nvcc ({}) failed:\n{}", nvcc.display(), failures.join("\n"));
 
-    let mut text = format!("pub(crate) static TARGETS: &[&str] = &{archs:?};\npub(crate) static FATBINS: &[(&str, &[u8])] = &[\n");
+    let mut text = format!(
+        "pub(crate) static TARGETS: &[&str] = &{archs:?};\npub(crate) static FATBINS: &[(&str, &[u8])] = &[\n"
+    );
     for (src, dst, _) in &work {
         let stem = src.file_stem().expect("a file name").to_string_lossy().into_owned();
         text += &format!("    ({stem:?}, include_bytes!({:?})),\n", dst.display().to_string());
@@ -83,7 +93,12 @@ fn main() {
 
 fn compile(nvcc: &Path, src: &Path, dst: &Path, targets: &[String], headers: &[u8]) -> Result<(), String> {
     let source = fs::read(src).map_err(|e| format!("{}: {e}", src.display()))?;
-    let key = format!("{} {targets:?} {:016x} {}", nvcc.display(), fnv(&[headers, &source].concat()), FLAGS.join(" "));
+    let key = format!(
+        "{} {targets:?} {:016x} {}",
+        nvcc.display(),
+        fnv(&[headers, &source].concat()),
+        FLAGS.join(" ")
+    );
     let stamp = dst.with_extension("key");
     if dst.exists() && fs::read_to_string(&stamp).is_ok_and(|k| k == key) {
         return Ok(());
@@ -105,7 +120,8 @@ fn compile(nvcc: &Path, src: &Path, dst: &Path, targets: &[String], headers: &[u
 }
 
 /// `-Xptxas -v` is kept beside each fatbin: registers, spills and shared memory of every kernel.
-const FLAGS: &[&str] = &["-O3", "-std=c++17", "--fmad=true", "-lineinfo", "-compress-mode=size", "-Xptxas", "-v"];
+const FLAGS: &[&str] =
+    &["-O3", "-std=c++17", "--fmad=true", "-lineinfo", "-compress-mode=size", "-Xptxas", "-v"];
 
 fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
@@ -124,9 +140,11 @@ fn find_nvcc() -> Option<PathBuf> {
     if let Some(path) = env::var_os("PATH") {
         candidates.extend(env::split_paths(&path).map(|d| d.join("nvcc")));
     }
-    let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("../../.venv-cuda/lib");
+    let root =
+        PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("../../.venv-cuda/lib");
     if let Ok(dirs) = fs::read_dir(root) {
-        candidates.extend(dirs.filter_map(|d| Some(d.ok()?.path().join("site-packages/nvidia/cu13/bin/nvcc"))));
+        candidates
+            .extend(dirs.filter_map(|d| Some(d.ok()?.path().join("site-packages/nvidia/cu13/bin/nvcc"))));
     }
     candidates.into_iter().find(|p| p.is_file())
 }

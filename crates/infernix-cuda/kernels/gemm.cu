@@ -126,7 +126,7 @@ DEV void gemm_body(const u8* __restrict__ codes, const u8* __restrict__ high, co
           } else {
             const u32 w = *(const u32*)ld(row + q * 8 + ss * 4);
             u32 hb = 0, sv = 0;
-            if (F == F_NVFP4) sv = __byte_perm(__float_as_uint(e4m3_m8(sc[i]) * 0x1p126f), 0, 0x3232);
+            if (F == F_NVFP4) sv = block_scale(sc[i]);
             else s[h] = h2f(sc[i]);
             if (F == F_Q5) hb = (hi[i] >> (8 * ss)) & 0xff, hb = (hb | (hb << 12)) << 4;
             if (F == F_Q6) hb = (hi[i] >> (16 * ss)) & 0xffff, hb = (hb | (hb << 8)) << 4;

@@ -12,12 +12,13 @@
   const u8 *__restrict__ codes, const u8 *__restrict__ high, const u8 *__restrict__ scales,                            \
       const u16 *__restrict__ row_scale, float tscale, const bf16 *__restrict__ x, void *__restrict__ y, int N, int K, \
       int kx, int cols, int x_pitch, int y_pitch, int code_pitch, int high_pitch, int scale_pitch, int stages,         \
-      int chunk_steps, int pitch, int side_slots, int x_smem, int mode
+      int chunk_steps, int pitch, int side_slots, int mode
 #define GEMV_ARGS                                                                                                      \
   codes, high, scales, row_scale, tscale, x, y, N, K, kx, cols, x_pitch, y_pitch, code_pitch, high_pitch, scale_pitch, \
-      stages, chunk_steps, pitch, side_slots, x_smem, mode
+      stages, chunk_steps, pitch, side_slots, mode
 
-template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
+// XS: the activations of all columns are in shared memory, in the format's pair order.
+template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
   using T = Fmt<F>;
   extern __shared__ __align__(128) u8 smem[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
@@ -75,7 +76,7 @@ template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
   }
 
   pdl_wait();
-  if (x_smem) {
+  if (XS) {
     const int per = K >> 3;
     for (int i = tid; i < cols * per; i += CONSUMERS) {
       const int c = i / per, k = (i - c * per) * 8;
@@ -85,6 +86,11 @@ template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
     }
     bar_named(1, CONSUMERS);
   }
+
+  // Columns that do not exist read the last one: their sums are never stored.
+  u32 x_addr[NT];
+#pragma unroll
+  for (int n = 0; n < NT; n++) x_addr[n] = s_x + min(n * 8 + g, cols - 1) * xp + q * T::LANE_K * 2;
 
   for (int ti = 0, j = 0; ti < my_tiles; ti++) {
     const int tile = blockIdx.x + ti * gridDim.x;
@@ -132,20 +138,18 @@ template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
         u32 a[T::MMAS * 2], b[T::MMAS * 2];
         expand<F>(r0, a);
         expand<F>(r1, b);
-        const int k = s * T::STEP + q * T::LANE_K;
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-          const int col = n * 8 + g;
           u32 xf[T::MMAS * 2];
 #pragma unroll
           for (int h = 0; h < T::LANE_K / 8; h++) {
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (x_smem) {
-              // In the format's pair order already.
-              if (col < cols) v = lds128(s_x + col * xp + (k + 8 * h) * 2);
+            if (XS) {
+              const uint4 v = lds128(x_addr[n] + s * (T::STEP * 2) + 16 * h);
               xf[4 * h] = v.x, xf[4 * h + 1] = v.y, xf[4 * h + 2] = v.z, xf[4 * h + 3] = v.w;
             } else {
-              if (col < cols && k + 8 * h < kx) v = __ldg((const uint4*)(x + (size_t)col * x_pitch + k + 8 * h));
+              const int k = s * T::STEP + q * T::LANE_K + 8 * h;
+              uint4 v = make_uint4(0, 0, 0, 0);
+              if (k < kx) v = __ldg((const uint4*)(x + (size_t)min(n * 8 + g, cols - 1) * x_pitch + k));
               order_x<F>(v, xf + 4 * h);
             }
           }
@@ -182,8 +186,13 @@ template <int F, int NT> DEV void gemv_body(GEMV_PARAMS) {
   }
 }
 
-#define ENTRY(NAME, F, NT) \
-  extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, NT == 1 ? 2 : 1) NAME##_n##NT(GEMV_PARAMS) { gemv_body<F, NT>(GEMV_ARGS); }
+#define ENTRY(NAME, F, NT)                                                                                              \
+  extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, NT == 1 ? 2 : 1) NAME##_n##NT(GEMV_PARAMS) {                 \
+    gemv_body<F, NT, true>(GEMV_ARGS);                                                                                  \
+  }                                                                                                                     \
+  extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_n##NT##_global(GEMV_PARAMS) {                      \
+    gemv_body<F, NT, false>(GEMV_ARGS);                                                                                 \
+  }
 #define ENTRIES(NAME, F) ENTRY(NAME, F, 1) ENTRY(NAME, F, 2) ENTRY(NAME, F, 4) ENTRY(NAME, F, 8)
 ENTRIES(gemv_bf16, F_BF16)
 ENTRIES(gemv_q8, F_Q8)

@@ -59,6 +59,10 @@ DEV void expand_e4m3(u32 w, u32* r) {
   r[1] = hmul2((t1 & 0x80008000u) | ((t1 >> 4) & 0x07f007f0u), 0x7b807b80u);
 }
 
+// E4M3 scale (0x00..0x7E) times 2^118 in both halves of a register. Shifted into place it is a BF16 of the value times 2^-120,
+// subnormals included; two exact products lift it.
+DEV u32 block_scale(u32 b) { return hmul2(hmul2(b * 0x00100010u, 0x7b807b80u), 0x7a807a80u); }
+
 // One lane's codes of one row and step, as stored.
 template <int F> struct Raw { u32 w[Fmt<F>::LANE_BYTES / 4]; u32 extra; };
 
@@ -74,8 +78,7 @@ template <int F> DEV void expand(const Raw<F>& c, u32* r) {
 #pragma unroll
     for (int i = 0; i < 4; i++) expand_e4m3(c.w[i], r + 2 * i);
   } else if (F == F_NVFP4) {
-    u32 s = __float_as_uint(e4m3_m8(c.extra) * 0x1p126f);
-    s = __byte_perm(s, 0, 0x3232);
+    const u32 s = block_scale(c.extra);
     expand_nibbles<F>(c.w[0], 0, s, r);
     expand_nibbles<F>(c.w[1], 0, s, r + 4);
   } else {

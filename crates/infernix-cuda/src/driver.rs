@@ -113,7 +113,10 @@ impl Device {
                         let mut n = 0;
                         check("cuModuleGetFunctionCount", sys::cuModuleGetFunctionCount(&mut n, m))?;
                         let mut list = vec![std::ptr::null_mut(); n as usize];
-                        check("cuModuleEnumerateFunctions", sys::cuModuleEnumerateFunctions(list.as_mut_ptr(), n, m))?;
+                        check(
+                            "cuModuleEnumerateFunctions",
+                            sys::cuModuleEnumerateFunctions(list.as_mut_ptr(), n, m),
+                        )?;
                         for f in list {
                             let mut name = std::ptr::null();
                             check("cuFuncGetName", sys::cuFuncGetName(&mut name, f))?;
@@ -262,10 +265,15 @@ impl DeviceBuffer {
     pub fn write<T: Plain>(&self, offset: usize, data: &[T]) -> Result<()> {
         let n = std::mem::size_of_val(data);
         if offset + n > self.bytes {
-            return Err(CudaError::Shape { kernel: "copy", what: format!("{n} bytes at {offset} in {}", self.bytes) });
+            return Err(CudaError::Shape {
+                kernel: "copy",
+                what: format!("{n} bytes at {offset} in {}", self.bytes),
+            });
         }
         // SAFETY: the destination range was checked; the source is a live slice of plain values.
-        check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(self.ptr + offset as u64, data.as_ptr().cast(), n) })
+        check("cuMemcpyHtoD", unsafe {
+            sys::cuMemcpyHtoD_v2(self.ptr + offset as u64, data.as_ptr().cast(), n)
+        })
     }
 
     /// Copies `n` elements from byte `offset`, synchronously.
@@ -273,10 +281,15 @@ impl DeviceBuffer {
         let mut v = vec![T::default(); n];
         let bytes = n * size_of::<T>();
         if offset + bytes > self.bytes {
-            return Err(CudaError::Shape { kernel: "copy", what: format!("{bytes} bytes at {offset} in {}", self.bytes) });
+            return Err(CudaError::Shape {
+                kernel: "copy",
+                what: format!("{bytes} bytes at {offset} in {}", self.bytes),
+            });
         }
         // SAFETY: the source range was checked; any bits are a valid T.
-        check("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(v.as_mut_ptr().cast(), self.ptr + offset as u64, bytes) })?;
+        check("cuMemcpyDtoH", unsafe {
+            sys::cuMemcpyDtoH_v2(v.as_mut_ptr().cast(), self.ptr + offset as u64, bytes)
+        })?;
         Ok(v)
     }
 

@@ -10,7 +10,9 @@ pub enum CudaError {
     #[error("this build has no CUDA kernels (nvcc was not found when it was compiled); see docs/cuda.md")]
     NoKernels,
     /// The embedded kernels were not compiled for this device.
-    #[error("device {device} is sm_{have}, but the embedded kernels are for {built}; rebuild with INFERNIX_CUDA_ARCHS")]
+    #[error(
+        "device {device} is sm_{have}, but the embedded kernels are for {built}; rebuild with INFERNIX_CUDA_ARCHS"
+    )]
     WrongTarget {
         /// Name of the device.
         device: String,

@@ -47,7 +47,11 @@ fn main() -> ExitCode {
         };
     }
     let mut doc = json!({"schema_version": 1, "ok": true, "families": {}});
-    let families: Vec<&str> = FAMILIES.iter().copied().filter(|f| options.families.is_empty() || options.families.iter().any(|g| g == f)).collect();
+    let families: Vec<&str> = FAMILIES
+        .iter()
+        .copied()
+        .filter(|f| options.families.is_empty() || options.families.iter().any(|g| g == f))
+        .collect();
     for family in families {
         let v = child(family, &options, Duration::from_secs(limit));
         if v["ok"] != true {
@@ -98,12 +102,19 @@ fn child(family: &str, o: &Options, limit: Duration) -> Value {
         }
     };
     let text = reader.join().unwrap_or_default();
-    serde_json::from_str(text.trim()).unwrap_or_else(|_| fail(format!("{status}; output: {}", text.chars().take(500).collect::<String>())))
+    serde_json::from_str(text.trim())
+        .unwrap_or_else(|_| fail(format!("{status}; output: {}", text.chars().take(500).collect::<String>())))
 }
 
 fn summarise(family: &str, v: &Value) {
     let mut err = std::io::stderr();
-    let _ = writeln!(err, "== {family}: ok {} in {} s{}", v["ok"], v["seconds"], v["error"].as_str().map(|e| format!(", {e}")).unwrap_or_default());
+    let _ = writeln!(
+        err,
+        "== {family}: ok {} in {} s{}",
+        v["ok"],
+        v["seconds"],
+        v["error"].as_str().map(|e| format!(", {e}")).unwrap_or_default()
+    );
     for e in v["errors"].as_array().into_iter().flatten() {
         let _ = writeln!(err, "   ERROR {e}");
     }
@@ -118,7 +129,14 @@ fn summarise(family: &str, v: &Value) {
             let _ = writeln!(err, "   FAIL {r}");
         }
         if let Some(us) = r["us"].as_f64() {
-            let _ = writeln!(err, "   {:>9.2} us {:>5} {} {}", us, r["floor_share"], r["kernel"].as_str().unwrap_or(""), r["case"].as_str().unwrap_or(""));
+            let _ = writeln!(
+                err,
+                "   {:>9.2} us {:>5} {} {}",
+                us,
+                r["floor_share"],
+                r["kernel"].as_str().unwrap_or(""),
+                r["case"].as_str().unwrap_or("")
+            );
         }
     }
 }

@@ -72,20 +72,29 @@ pub struct Attention {
 impl Attention {
     /// At most 16 query heads share a kv head.
     pub fn new(dev: &Arc<Device>, heads: usize, kv_heads: usize, d: usize) -> Result<Self> {
-        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) || heads / kv_heads > 16 || !matches!(d, 128 | 256) {
-            return Err(CudaError::Shape { kernel: "attention", what: format!("{heads} heads over {kv_heads} of {d}") });
+        if kv_heads == 0
+            || !heads.is_multiple_of(kv_heads)
+            || heads / kv_heads > 16
+            || !matches!(d, 128 | 256)
+        {
+            return Err(CudaError::Shape {
+                kernel: "attention",
+                what: format!("{heads} heads over {kv_heads} of {d}"),
+            });
         }
         let shared = 2 * 32 * (2 * d + 64) + 2 * 32 * (2 * d + 16) + 2 * 16 * 80 + 256;
         Ok(Attention {
             decode: dev.kernel(&format!("attn_decode_{d}"), shared)?,
             merge: dev.kernel("attn_merge", 0)?,
             append: dev.kernel("kv_append", 0)?,
-            prefill: dev.kernel(&format!("attn_prefill_{d}"), 2 * 32 * (2 * d + 64) + 2 * 32 * (2 * d + 16))?,
+            prefill: dev
+                .kernel(&format!("attn_prefill_{d}"), 2 * 32 * (2 * d + 64) + 2 * 32 * (2 * d + 16))?,
             heads,
             kv_heads,
             d,
             // Three blocks of 73 KB share a multiprocessor of the large parts; one fits the small ones.
-            slots: dev.info().multiprocessors as usize * ((dev.info().shared_per_block + 1024) / (shared + 1024)).clamp(1, 3),
+            slots: dev.info().multiprocessors as usize
+                * ((dev.info().shared_per_block + 1024) / (shared + 1024)).clamp(1, 3),
         })
     }
 
@@ -130,7 +139,16 @@ impl Attention {
             .ptr(sc)
             .ptr(scratch)
             .ptr(ml)
-            .ints(&[group, q.pitch, q.head, p.table_pitch, p.page_log, p.page_stride, p.token_stride, p.head_stride])
+            .ints(&[
+                group,
+                q.pitch,
+                q.head,
+                p.table_pitch,
+                p.page_log,
+                p.page_stride,
+                p.token_stride,
+                p.head_stride,
+            ])
             .ints(&[sp, ratio, splits, self.slots])
             .f32(scale as f32);
         s.launch(&self.decode, [splits as u32, self.kv_heads as u32, q.rows as u32], 128, pdl, &args)?;
@@ -166,16 +184,55 @@ impl Attention {
             .ptr(table)
             .ptr(g)
             .ptr(out)
-            .ints(&[rows, pos0, group, q.1, q.2, p.page_log, p.page_stride, p.token_stride, p.head_stride, out_pitch, gp, gh])
+            .ints(&[
+                rows,
+                pos0,
+                group,
+                q.1,
+                q.2,
+                p.page_log,
+                p.page_stride,
+                p.token_stride,
+                p.head_stride,
+                out_pitch,
+                gp,
+                gh,
+            ])
             .f32(scale as f32);
-        s.launch(&self.prefill, [(rows * group).div_ceil(128) as u32, self.kv_heads as u32, 1], 256, pdl, &args)
+        s.launch(
+            &self.prefill,
+            [(rows * group).div_ceil(128) as u32, self.kv_heads as u32, 1],
+            256,
+            pdl,
+            &args,
+        )
     }
 
     /// Writes keys and values `[rows][kv_heads * d]` of the rows into their pages.
     #[expect(clippy::too_many_arguments, reason = "two matrices and their pages")]
-    pub fn append(&self, s: &Stream, k: u64, k_pitch: usize, v: u64, v_pitch: usize, p: &Paging, lane: u64, pos: u64, rows: usize, pdl: bool) -> Result<()> {
+    pub fn append(
+        &self,
+        s: &Stream,
+        k: u64,
+        k_pitch: usize,
+        v: u64,
+        v_pitch: usize,
+        p: &Paging,
+        lane: u64,
+        pos: u64,
+        rows: usize,
+        pdl: bool,
+    ) -> Result<()> {
         let args = Args::new().ptr(k).ptr(v).ptr(p.keys).ptr(p.values).ptr(p.tables).ptr(lane).ptr(pos);
-        let args = args.ints(&[k_pitch, v_pitch, p.table_pitch, p.page_log, p.page_stride, p.token_stride, p.head_stride]);
+        let args = args.ints(&[
+            k_pitch,
+            v_pitch,
+            p.table_pitch,
+            p.page_log,
+            p.page_stride,
+            p.token_stride,
+            p.head_stride,
+        ]);
         s.launch(&self.append, [self.kv_heads as u32, rows as u32, 1], (self.d / 8) as u32, pdl, &args)
     }
 }

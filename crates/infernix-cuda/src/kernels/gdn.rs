@@ -50,7 +50,10 @@ impl GdnStep {
     /// `nk` key heads, `nv` value heads, all of width 128.
     pub fn new(dev: &Arc<Device>, nk: usize, nv: usize) -> Result<Self> {
         if nk == 0 || !nv.is_multiple_of(nk) {
-            return Err(CudaError::Shape { kernel: "gdn", what: format!("{nv} value heads over {nk} key heads") });
+            return Err(CudaError::Shape {
+                kernel: "gdn",
+                what: format!("{nv} value heads over {nk} key heads"),
+            });
         }
         Ok(GdnStep { kernel: dev.kernel("gdn_step", 0)?, nk, nv })
     }

@@ -28,9 +28,23 @@ impl Gemm {
 
     /// `x` BF16 `[rows][x_pitch]` (pitch and K multiples of 8), `y` `[rows][y_pitch]` of `out` words.
     #[expect(clippy::too_many_arguments, reason = "two matrices and their pitches")]
-    pub fn launch(&self, s: &Stream, w: &Linear, x: u64, x_pitch: usize, rows: usize, y: u64, y_pitch: usize, out: Out, pdl: bool) -> Result<()> {
+    pub fn launch(
+        &self,
+        s: &Stream,
+        w: &Linear,
+        x: u64,
+        x_pitch: usize,
+        rows: usize,
+        y: u64,
+        y_pitch: usize,
+        out: Out,
+        pdl: bool,
+    ) -> Result<()> {
         if w.format != self.format || !x_pitch.is_multiple_of(8) || !w.k.is_multiple_of(8) {
-            return Err(CudaError::Shape { kernel: "gemm", what: format!("{:?} for {:?}, K = {}, pitch {x_pitch}", w.format, self.format, w.k) });
+            return Err(CudaError::Shape {
+                kernel: "gemm",
+                what: format!("{:?} for {:?}, K = {}, pitch {x_pitch}", w.format, self.format, w.k),
+            });
         }
         let (cp, hp, sp) = w.format.row_bytes(w.k_pad);
         let ptr = |b: &Option<crate::driver::DeviceBuffer>| b.as_ref().map_or(0, |b| b.ptr());

@@ -35,11 +35,16 @@ impl HyperMix {
             || rank > 320
             || !rank.is_multiple_of(16)
         {
-            return Err(CudaError::Shape { kernel: "hyper", what: format!("{format:?}, h = {h}, rank = {rank}") });
+            return Err(CudaError::Shape {
+                kernel: "hyper",
+                what: format!("{format:?}, h = {h}, rank = {rank}"),
+            });
         }
         let pitch = |k: usize| (2 * k).div_ceil(128) * 128 + 64;
-        let down = dev.kernel(&format!("hc_down_{}", format.tag()), 8 * pitch(h) + 16 * 160 * 4 + 16 * 8 * 4)?;
-        let up = dev.kernel(&format!("hc_up_{}", format.tag()), 8 * pitch(rank.div_ceil(32) * 32) + 8 * 160 * 4)?;
+        let down =
+            dev.kernel(&format!("hc_down_{}", format.tag()), 8 * pitch(h) + 16 * 160 * 4 + 16 * 8 * 4)?;
+        let up =
+            dev.kernel(&format!("hc_up_{}", format.tag()), 8 * pitch(rank.div_ceil(32) * 32) + 8 * 160 * 4)?;
         Ok(HyperMix { down, up, h, rank })
     }
 
@@ -50,7 +55,18 @@ impl HyperMix {
 
     /// `r` BF16 `[cols][4 h]`, outputs `x` BF16 `[cols][h]`, `b` FP32 `[cols][4]` (unwritten without inject).
     #[expect(clippy::too_many_arguments, reason = "the operands of one mixer")]
-    pub fn launch(&self, s: &Stream, w: &HyperWeights<'_>, r: u64, eps: f32, cols: usize, scratch: u64, x: u64, b: u64, pdl: bool) -> Result<()> {
+    pub fn launch(
+        &self,
+        s: &Stream,
+        w: &HyperWeights<'_>,
+        r: u64,
+        eps: f32,
+        cols: usize,
+        scratch: u64,
+        x: u64,
+        b: u64,
+        pdl: bool,
+    ) -> Result<()> {
         let ptr = |l: &Linear| l.scales.as_ref().map_or(0, |b| b.ptr());
         let rstd = scratch + (4 * cols * (self.rank + 8) * 4) as u64;
         let (cp, _, sp) = w.down.format.row_bytes(w.down.k_pad);

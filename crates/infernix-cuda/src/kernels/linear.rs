@@ -132,12 +132,26 @@ fn up(v: usize, m: usize) -> usize {
 impl GemvPlan {
     /// Plans a launch for `cols` columns. `ring_cap` bounds the bytes of the ring (64-160 KB fill the memory system;
     /// more only queues the activations behind them).
-    pub fn new(f: WeightFormat, n: usize, k_pad: usize, cols: usize, info: &DeviceInfo, ring_cap: usize) -> Result<Self> {
+    pub fn new(
+        f: WeightFormat,
+        n: usize,
+        k_pad: usize,
+        cols: usize,
+        info: &DeviceInfo,
+        ring_cap: usize,
+    ) -> Result<Self> {
         Self::tuned(f, n, k_pad, cols, info, &GemvTuning { ring: ring_cap, ..Default::default() })
     }
 
     /// As [`GemvPlan::new`] with explicit tunables.
-    pub fn tuned(f: WeightFormat, n: usize, k_pad: usize, cols: usize, info: &DeviceInfo, t: &GemvTuning) -> Result<Self> {
+    pub fn tuned(
+        f: WeightFormat,
+        n: usize,
+        k_pad: usize,
+        cols: usize,
+        info: &DeviceInfo,
+        t: &GemvTuning,
+    ) -> Result<Self> {
         let (ring_cap, chunk) = (t.ring, t.chunk);
         let shape = |what: String| CudaError::Shape { kernel: "gemv", what };
         if cols == 0 || cols > 64 {
@@ -156,14 +170,24 @@ impl GemvPlan {
         // with shorter chunks one CTA is faster (measured: head 221 -> 182 us, 16384 rows 16.9 -> 16.1, 10240 no gain).
         if t.per_sm >= 2 {
             let one = GemvTuning { per_sm: 1, ..*t };
-            if cols <= 8 && info.shared_per_block >= 200 << 10 && n.div_ceil(16) >= 7 * info.multiprocessors as usize {
-                let half = DeviceInfo { shared_per_block: (info.shared_per_block + 1024) / 2 - 1024, ..info.clone() };
+            if cols <= 8
+                && info.shared_per_block >= 200 << 10
+                && n.div_ceil(16) >= 7 * info.multiprocessors as usize
+            {
+                let half = DeviceInfo {
+                    shared_per_block: (info.shared_per_block + 1024) / 2 - 1024,
+                    ..info.clone()
+                };
                 let ring = t.ring.min(half.shared_per_block);
                 if let Ok(p) = Self::tuned(f, n, k_pad, cols, &half, &GemvTuning { ring, ..one })
                     && p.chunk_steps == k_pad / f.step().max(1)
                     && p.x_smem
                 {
-                    return Ok(GemvPlan { grid: (2 * info.multiprocessors as usize).min(n.div_ceil(16)), per_sm: 2, ..p });
+                    return Ok(GemvPlan {
+                        grid: (2 * info.multiprocessors as usize).min(n.div_ceil(16)),
+                        per_sm: 2,
+                        ..p
+                    });
                 }
             }
             return Self::tuned(f, n, k_pad, cols, info, &one);
@@ -209,7 +233,17 @@ impl GemvPlan {
                     }
                     if let Some((pitch, side_slots, shared)) = fits(chunk, stages, x) {
                         let grid = n.div_ceil(16).min(info.multiprocessors as usize);
-                        return Ok(GemvPlan { tiles, stages, chunk_steps: chunk, pitch, side_slots, x_smem, shared, grid, per_sm: 1 });
+                        return Ok(GemvPlan {
+                            tiles,
+                            stages,
+                            chunk_steps: chunk,
+                            pitch,
+                            side_slots,
+                            x_smem,
+                            shared,
+                            grid,
+                            per_sm: 1,
+                        });
                     }
                 }
             }
@@ -257,20 +291,47 @@ impl Gemv {
     pub const RING: usize = 100 << 10;
 
     /// Plans and looks up the instance.
-    pub fn new(dev: &Arc<Device>, f: WeightFormat, n: usize, k_pad: usize, cols: usize, ring: usize) -> Result<Self> {
+    pub fn new(
+        dev: &Arc<Device>,
+        f: WeightFormat,
+        n: usize,
+        k_pad: usize,
+        cols: usize,
+        ring: usize,
+    ) -> Result<Self> {
         Self::tuned(dev, f, n, k_pad, cols, &GemvTuning { ring, ..Default::default() })
     }
 
     /// As [`Gemv::new`] with explicit tunables.
-    pub fn tuned(dev: &Arc<Device>, f: WeightFormat, n: usize, k_pad: usize, cols: usize, t: &GemvTuning) -> Result<Self> {
+    pub fn tuned(
+        dev: &Arc<Device>,
+        f: WeightFormat,
+        n: usize,
+        k_pad: usize,
+        cols: usize,
+        t: &GemvTuning,
+    ) -> Result<Self> {
         let plan = GemvPlan::tuned(f, n, k_pad, cols, dev.info(), t)?;
-        let kernel = dev.kernel(&format!("gemv_{}_n{}", f.tag(), plan.tiles), plan.shared)?;
+        let kernel = dev.kernel(
+            &format!("gemv_{}_n{}{}", f.tag(), plan.tiles, if plan.x_smem { "" } else { "_global" }),
+            plan.shared,
+        )?;
         Ok(Gemv { kernel, plan, cols })
     }
 
     /// `y[c][n] = sum_k w[n][k] x[c][k]`. `x`: BF16 `[cols][x_pitch]`, `y`: `[cols][y_pitch]` of `out` words.
     #[expect(clippy::too_many_arguments, reason = "two matrices and their pitches")]
-    pub fn launch(&self, s: &Stream, w: &Linear, x: u64, x_pitch: usize, y: u64, y_pitch: usize, out: Out, pdl: bool) -> Result<()> {
+    pub fn launch(
+        &self,
+        s: &Stream,
+        w: &Linear,
+        x: u64,
+        x_pitch: usize,
+        y: u64,
+        y_pitch: usize,
+        out: Out,
+        pdl: bool,
+    ) -> Result<()> {
         let (cp, hp, sp) = w.format.row_bytes(w.k_pad);
         let p = &self.plan;
         let mode = usize::from(out == Out::F32) | usize::from(w.divide) << 1;
@@ -284,7 +345,7 @@ impl Gemv {
             .ptr(x)
             .ptr(y)
             .ints(&[w.n, w.k_pad, w.k, self.cols, x_pitch, y_pitch, cp, hp, sp])
-            .ints(&[p.stages, p.chunk_steps, p.pitch, p.side_slots, usize::from(p.x_smem), mode]);
+            .ints(&[p.stages, p.chunk_steps, p.pitch, p.side_slots, mode]);
         s.launch(&self.kernel, [p.grid as u32, 1, 1], 544, pdl, &args)
     }
 }
@@ -294,14 +355,30 @@ mod tests {
     use super::*;
 
     fn info(shared: usize) -> DeviceInfo {
-        DeviceInfo { name: String::new(), capability: 90, multiprocessors: 132, shared_per_block: shared, l2_bytes: 0, driver: 0 }
+        DeviceInfo {
+            name: String::new(),
+            capability: 90,
+            multiprocessors: 132,
+            shared_per_block: shared,
+            l2_bytes: 0,
+            driver: 0,
+        }
     }
 
     #[test]
     fn every_real_shape_has_a_plan_that_fits_both_targets() {
         for shared in [232_448, 101_376] {
             for f in WeightFormat::ALL {
-                for (n, k) in [(10240, 2560), (2560, 6144), (248_320, 5120), (17408, 5120), (5120, 17408), (320, 10240), (48, 2560), (10240, 384)] {
+                for (n, k) in [
+                    (10240, 2560),
+                    (2560, 6144),
+                    (248_320, 5120),
+                    (17408, 5120),
+                    (5120, 17408),
+                    (320, 10240),
+                    (48, 2560),
+                    (10240, 384),
+                ] {
                     for cols in [1, 8, 9, 16, 33, 64] {
                         let p = GemvPlan::new(f, n, k, cols, &info(shared), Gemv::RING);
                         let p = p.unwrap_or_else(|e| panic!("{f:?} {n}x{k} {cols} columns, {shared}: {e}"));

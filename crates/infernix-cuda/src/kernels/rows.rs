@@ -46,49 +46,168 @@ impl RowOps {
     }
 
     /// RMS norm of `groups` groups of `n` (even) values a row; weights BF16 `[groups * n]`, `1 + w` if `centred`.
-    pub fn rms_norm(&self, s: &Stream, x: u64, w: u64, y: u64, n: usize, groups: usize, rows: usize, x_pitch: usize, y_pitch: usize, eps: f32, centred: bool, pdl: bool) -> Result<()> {
-        let a = Args::new().ptr(x).ptr(w).ptr(y).ints(&[n, x_pitch, y_pitch]).f32(eps).int(usize::from(centred));
+    pub fn rms_norm(
+        &self,
+        s: &Stream,
+        x: u64,
+        w: u64,
+        y: u64,
+        n: usize,
+        groups: usize,
+        rows: usize,
+        x_pitch: usize,
+        y_pitch: usize,
+        eps: f32,
+        centred: bool,
+        pdl: bool,
+    ) -> Result<()> {
+        let a =
+            Args::new().ptr(x).ptr(w).ptr(y).ints(&[n, x_pitch, y_pitch]).f32(eps).int(usize::from(centred));
         s.launch(&self.rms_norm, [groups as u32, rows as u32, 1], 256, pdl, &a)
     }
 
     /// cos and sin FP32 `[rows][2][half]` from positions I32 `[rows][3]`, frequencies F64 `[half]`, axes U8 `[half]`.
-    pub fn rope_table(&self, s: &Stream, pos: u64, freq: u64, axis: u64, scale: f32, half: usize, rows: usize, table: u64, pdl: bool) -> Result<()> {
+    pub fn rope_table(
+        &self,
+        s: &Stream,
+        pos: u64,
+        freq: u64,
+        axis: u64,
+        scale: f32,
+        half: usize,
+        rows: usize,
+        table: u64,
+        pdl: bool,
+    ) -> Result<()> {
         let a = Args::new().ptr(pos).ptr(freq).ptr(axis).f32(scale).ints(&[half, rows]).ptr(table);
         s.launch(&self.rope_table, [(rows * half).div_ceil(128) as u32, 1, 1], 128, pdl, &a)
     }
 
     /// Head norm and rotation, one rounding. Heads of width `d` <= 256.
-    pub fn head_norm_rope(&self, s: &Stream, x: u64, w: u64, table: u64, y: u64, d: usize, half: usize, heads: usize, rows: usize, x_pitch: usize, x_head: usize, y_pitch: usize, y_head: usize, eps: f32, pdl: bool) -> Result<()> {
-        let a = Args::new().ptr(x).ptr(w).ptr(table).ptr(y).ints(&[d, half, heads, rows, x_pitch, x_head, y_pitch, y_head]).f32(eps);
+    pub fn head_norm_rope(
+        &self,
+        s: &Stream,
+        x: u64,
+        w: u64,
+        table: u64,
+        y: u64,
+        d: usize,
+        half: usize,
+        heads: usize,
+        rows: usize,
+        x_pitch: usize,
+        x_head: usize,
+        y_pitch: usize,
+        y_head: usize,
+        eps: f32,
+        pdl: bool,
+    ) -> Result<()> {
+        let a = Args::new()
+            .ptr(x)
+            .ptr(w)
+            .ptr(table)
+            .ptr(y)
+            .ints(&[d, half, heads, rows, x_pitch, x_head, y_pitch, y_head])
+            .f32(eps);
         s.launch(&self.head_norm_rope, [(heads * rows).div_ceil(4) as u32, 1, 1], 128, pdl, &a)
     }
 
     /// Convolution and silu over `c` channels of one sequence's rows.
-    pub fn conv_silu(&self, s: &Stream, x: u64, state: u64, w: u64, y: u64, c: usize, rows: usize, x_pitch: usize, y_pitch: usize, pdl: bool) -> Result<()> {
+    pub fn conv_silu(
+        &self,
+        s: &Stream,
+        x: u64,
+        state: u64,
+        w: u64,
+        y: u64,
+        c: usize,
+        rows: usize,
+        x_pitch: usize,
+        y_pitch: usize,
+        pdl: bool,
+    ) -> Result<()> {
         let a = Args::new().ptr(x).ptr(state).ptr(w).ptr(y).ints(&[c, x_pitch, y_pitch]);
         s.launch(&self.conv_silu, grid2(c, 256, rows), 256, pdl, &a)
     }
 
     /// Advances a convolution state by `*count` rows of `x`.
-    pub fn conv_fold(&self, s: &Stream, x: u64, state: u64, count: u64, c: usize, x_pitch: usize, pdl: bool) -> Result<()> {
+    pub fn conv_fold(
+        &self,
+        s: &Stream,
+        x: u64,
+        state: u64,
+        count: u64,
+        c: usize,
+        x_pitch: usize,
+        pdl: bool,
+    ) -> Result<()> {
         let a = Args::new().ptr(x).ptr(state).ptr(count).ints(&[c, x_pitch]);
         s.launch(&self.conv_fold, grid2(c, 256, 1), 256, pdl, &a)
     }
 
     /// `rms0(o; w) * act(z)` per head of width `d` (multiple of 32, at most 256).
-    pub fn gated_norm(&self, s: &Stream, o: u64, z: u64, w: u64, y: u64, d: usize, heads: usize, rows: usize, o_pitch: usize, z_pitch: usize, y_pitch: usize, eps: f32, sigmoid: bool, pdl: bool) -> Result<()> {
-        let a = Args::new().ptr(o).ptr(z).ptr(w).ptr(y).ints(&[d, heads, rows, o_pitch, z_pitch, y_pitch]).f32(eps).int(usize::from(sigmoid));
+    pub fn gated_norm(
+        &self,
+        s: &Stream,
+        o: u64,
+        z: u64,
+        w: u64,
+        y: u64,
+        d: usize,
+        heads: usize,
+        rows: usize,
+        o_pitch: usize,
+        z_pitch: usize,
+        y_pitch: usize,
+        eps: f32,
+        sigmoid: bool,
+        pdl: bool,
+    ) -> Result<()> {
+        let a = Args::new()
+            .ptr(o)
+            .ptr(z)
+            .ptr(w)
+            .ptr(y)
+            .ints(&[d, heads, rows, o_pitch, z_pitch, y_pitch])
+            .f32(eps)
+            .int(usize::from(sigmoid));
         s.launch(&self.gated_norm, [(heads * rows).div_ceil(4) as u32, 1, 1], 128, pdl, &a)
     }
 
     /// `silu(g) * u`, `n` even.
-    pub fn swiglu(&self, s: &Stream, g: u64, u: u64, y: u64, n: usize, rows: usize, g_pitch: usize, u_pitch: usize, y_pitch: usize, pdl: bool) -> Result<()> {
+    pub fn swiglu(
+        &self,
+        s: &Stream,
+        g: u64,
+        u: u64,
+        y: u64,
+        n: usize,
+        rows: usize,
+        g_pitch: usize,
+        u_pitch: usize,
+        y_pitch: usize,
+        pdl: bool,
+    ) -> Result<()> {
         let a = Args::new().ptr(g).ptr(u).ptr(y).ints(&[n, g_pitch, u_pitch, y_pitch]);
         s.launch(&self.swiglu, grid2(n, 512, rows), 256, pdl, &a)
     }
 
     /// `o * sigma(gate)`, heads of width `d`.
-    pub fn mul_sigmoid(&self, s: &Stream, o: u64, gate: u64, y: u64, n: usize, d: usize, rows: usize, o_pitch: usize, g_pitch: usize, g_head: usize, y_pitch: usize, pdl: bool) -> Result<()> {
+    pub fn mul_sigmoid(
+        &self,
+        s: &Stream,
+        o: u64,
+        gate: u64,
+        y: u64,
+        n: usize,
+        d: usize,
+        rows: usize,
+        o_pitch: usize,
+        g_pitch: usize,
+        g_head: usize,
+        y_pitch: usize,
+        pdl: bool,
+    ) -> Result<()> {
         let a = Args::new().ptr(o).ptr(gate).ptr(y).ints(&[n, d, o_pitch, g_pitch, g_head, y_pitch]);
         s.launch(&self.mul_sigmoid, grid2(n, 256, rows), 256, pdl, &a)
     }
@@ -100,15 +219,57 @@ impl RowOps {
     }
 
     /// Rows of a BF16 table (`q8 = None`) or a q8_g32 table (scales address and bytes a row), written `copies` times.
-    pub fn embed(&self, s: &Stream, ids: u64, codes: u64, row_bytes: usize, q8: Option<(u64, usize)>, n: usize, copies: usize, rows: usize, y: u64, pdl: bool) -> Result<()> {
+    pub fn embed(
+        &self,
+        s: &Stream,
+        ids: u64,
+        codes: u64,
+        row_bytes: usize,
+        q8: Option<(u64, usize)>,
+        n: usize,
+        copies: usize,
+        rows: usize,
+        y: u64,
+        pdl: bool,
+    ) -> Result<()> {
         let (sc, sp) = q8.unwrap_or((0, 0));
-        let a = Args::new().ptr(ids).ptr(codes).ptr(sc).ints(&[usize::from(q8.is_some()), row_bytes, sp, n, copies]).ptr(y);
+        let a = Args::new()
+            .ptr(ids)
+            .ptr(codes)
+            .ptr(sc)
+            .ints(&[usize::from(q8.is_some()), row_bytes, sp, n, copies])
+            .ptr(y);
         s.launch(&self.embed, [rows as u32, 1, 1], 256, pdl, &a)
     }
 
     /// Rank-ordered combine with the shared expert, then the injection into four streams where `r` is not 0.
-    pub fn combine(&self, s: &Stream, ye: u64, slot: u64, w: u64, shared: u64, shared_logit: u64, logit_pitch: usize, b: u64, r: u64, out: u64, n: usize, top: usize, rows: usize, pdl: bool) -> Result<()> {
-        let a = Args::new().ptr(ye).ptr(slot).ptr(w).ptr(shared).ptr(shared_logit).ptr(b).ptr(r).ptr(out).ints(&[n, top, logit_pitch]);
+    pub fn combine(
+        &self,
+        s: &Stream,
+        ye: u64,
+        slot: u64,
+        w: u64,
+        shared: u64,
+        shared_logit: u64,
+        logit_pitch: usize,
+        b: u64,
+        r: u64,
+        out: u64,
+        n: usize,
+        top: usize,
+        rows: usize,
+        pdl: bool,
+    ) -> Result<()> {
+        let a = Args::new()
+            .ptr(ye)
+            .ptr(slot)
+            .ptr(w)
+            .ptr(shared)
+            .ptr(shared_logit)
+            .ptr(b)
+            .ptr(r)
+            .ptr(out)
+            .ints(&[n, top, logit_pitch]);
         s.launch(&self.combine, grid2(n, 256, rows), 256, pdl, &a)
     }
 

@@ -34,7 +34,13 @@ impl IndexSelect {
         if ratio == 0 || want == 0 || want > 512 {
             return Err(CudaError::Shape { kernel: "qsa", what: format!("ratio {ratio}, budget {want}") });
         }
-        Ok(IndexSelect { score: dev.kernel("qsa_score", 0)?, chunk: dev.kernel("qsa_chunk", 0)?, select: dev.kernel("qsa_select", 0)?, ratio, want })
+        Ok(IndexSelect {
+            score: dev.kernel("qsa_score", 0)?,
+            chunk: dev.kernel("qsa_chunk", 0)?,
+            select: dev.kernel("qsa_select", 0)?,
+            ratio,
+            want,
+        })
     }
 
     /// Bytes of scratch for `rows` rows of at most `max_blocks` blocks.
@@ -45,20 +51,47 @@ impl IndexSelect {
     /// `q` BF16 `[rows][q_pitch]` (4 heads of 128, normed and rotated); `lane`, `pos` I32 `[rows]`. Row r has `(pos + 1) / ratio`
     /// complete blocks. `scores` FP32 `[rows][score_pitch]`; `ids` I32 `[rows][id_pitch]` ascending; `counts` I32 `[rows]`.
     #[expect(clippy::too_many_arguments, reason = "queries, pages and three outputs")]
-    pub fn launch(&self, s: &Stream, q: u64, q_pitch: usize, p: &IndexPages, lane: u64, pos: u64, rows: usize, max_blocks: usize, scores: u64, score_pitch: usize, scratch: u64, ids: u64, id_pitch: usize, counts: u64, pdl: bool) -> Result<()> {
+    pub fn launch(
+        &self,
+        s: &Stream,
+        q: u64,
+        q_pitch: usize,
+        p: &IndexPages,
+        lane: u64,
+        pos: u64,
+        rows: usize,
+        max_blocks: usize,
+        scores: u64,
+        score_pitch: usize,
+        scratch: u64,
+        ids: u64,
+        id_pitch: usize,
+        counts: u64,
+        pdl: bool,
+    ) -> Result<()> {
         let chunks = max_blocks.div_ceil(4096);
         if chunks > 16 {
-            return Err(CudaError::Shape { kernel: "qsa", what: format!("{max_blocks} blocks, at most 65536") });
+            return Err(CudaError::Shape {
+                kernel: "qsa",
+                what: format!("{max_blocks} blocks, at most 65536"),
+            });
         }
         let scale = 128f32.powf(-0.5);
         let a = Args::new().ptr(q).ptr(p.keys).ptr(p.tables).ptr(lane).ptr(pos).ptr(scores);
-        let a = a.ints(&[q_pitch, p.table_pitch, p.page_log, p.page_stride, self.ratio, score_pitch]).f32(scale);
+        let a =
+            a.ints(&[q_pitch, p.table_pitch, p.page_log, p.page_stride, self.ratio, score_pitch]).f32(scale);
         s.launch(&self.score, [max_blocks.div_ceil(64).max(1) as u32, rows as u32, 1], 256, pdl, &a)?;
         if max_blocks > 8192 {
             let a = Args::new().ptr(scores).ptr(pos).ptr(scratch).ints(&[self.ratio, self.want, score_pitch]);
             s.launch(&self.chunk, [chunks as u32, rows as u32, 1], 1024, true, &a)?;
         }
-        let a = Args::new().ptr(scores).ptr(pos).ptr(scratch).ptr(ids).ptr(counts).ints(&[self.ratio, self.want, score_pitch, id_pitch, chunks]);
+        let a = Args::new().ptr(scores).ptr(pos).ptr(scratch).ptr(ids).ptr(counts).ints(&[
+            self.ratio,
+            self.want,
+            score_pitch,
+            id_pitch,
+            chunks,
+        ]);
         s.launch(&self.select, [rows as u32, 1, 1], 1024, true, &a)
     }
 }
@@ -76,7 +109,10 @@ impl Candidates {
     /// `want` candidates, at most 256; 1 is the argmax.
     pub fn new(dev: &Arc<Device>, want: usize) -> Result<Self> {
         if want == 0 || want > 256 {
-            return Err(CudaError::Shape { kernel: "candidates", what: format!("1-256 candidates, got {want}") });
+            return Err(CudaError::Shape {
+                kernel: "candidates",
+                what: format!("1-256 candidates, got {want}"),
+            });
         }
         Ok(Candidates { chunk: dev.kernel("top_chunk", 0)?, sort: dev.kernel("top_sort", 0)?, want })
     }
@@ -88,7 +124,18 @@ impl Candidates {
 
     /// `logits` FP32 `[rows][pitch]`; `values` FP32 and `ids` I32 `[rows][want]` (-inf and -1 where a row is shorter).
     #[expect(clippy::too_many_arguments, reason = "one matrix in, two out")]
-    pub fn launch(&self, s: &Stream, logits: u64, n: usize, pitch: usize, rows: usize, scratch: u64, values: u64, ids: u64, pdl: bool) -> Result<()> {
+    pub fn launch(
+        &self,
+        s: &Stream,
+        logits: u64,
+        n: usize,
+        pitch: usize,
+        rows: usize,
+        scratch: u64,
+        values: u64,
+        ids: u64,
+        pdl: bool,
+    ) -> Result<()> {
         let part = (rows * (n.div_ceil(CHUNK) + 1) * self.want * 4) as u64;
         let (mut v, mut id, mut n, mut pitch, mut pdl) = (logits, 0u64, n, pitch, pdl);
         let mut side = 0u64;

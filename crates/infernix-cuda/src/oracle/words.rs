@@ -29,8 +29,14 @@ impl Words {
         let (cb, hb, sb) = format.row_bytes(k_pad);
         let norm = 1.0 / (k as f64).sqrt();
         let mut w = Words {
-            format, n, k, k_pad,
-            codes: vec![], high: vec![], scales: vec![], row_scale: vec![],
+            format,
+            n,
+            k,
+            k_pad,
+            codes: vec![],
+            high: vec![],
+            scales: vec![],
+            row_scale: vec![],
             tensor_scale: 1.0,
             divide: false,
         };
@@ -70,7 +76,9 @@ impl Words {
             WeightFormat::Nvfp4 => {
                 w.codes = rng.bytes(n * cb);
                 w.scales = rng.bytes(n * sb);
-                w.scales.iter_mut().for_each(|s| *s = if *s & 15 == 0 { *s & 0x7F } else { 0x30 + (*s & 0x1F) }.min(0x7E));
+                w.scales
+                    .iter_mut()
+                    .for_each(|s| *s = if *s & 15 == 0 { *s & 0x7F } else { 0x30 + (*s & 0x1F) }.min(0x7E));
                 w.tensor_scale = (norm / 12.0) as f32;
                 if rng.below(2) == 0 {
                     w.tensor_scale = 1.0 / w.tensor_scale;
@@ -80,7 +88,8 @@ impl Words {
             WeightFormat::Fp8Row => {
                 w.codes = rng.bytes(n * cb);
                 w.codes.iter_mut().for_each(|c| *c = if *c & 0x7F == 0x7F { 0x7E } else { *c });
-                w.row_scale = (0..n).map(|_| f32_to_bf16((norm / 110.0 * (0.5 + rng.unit())) as f32)).collect();
+                w.row_scale =
+                    (0..n).map(|_| f32_to_bf16((norm / 110.0 * (0.5 + rng.unit())) as f32)).collect();
             }
         }
         // Zero codes beyond k.

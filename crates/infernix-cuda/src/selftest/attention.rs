@@ -6,7 +6,9 @@ use crate::kernels::attention::{Attention, Paging, Queries, Selection};
 use crate::oracle::num::{bf16, parallel, rbf, sigmoid};
 
 pub(super) fn run(run: &mut Run) -> Result<()> {
-    for (heads, kv, d) in [(24usize, 2usize, 256usize), (24, 4, 256), (16, 2, 256), (32, 2, 256), (32, 8, 128)] {
+    for (heads, kv, d) in
+        [(24usize, 2usize, 256usize), (24, 4, 256), (16, 2, 256), (32, 2, 256), (32, 8, 128)]
+    {
         let att = Attention::new(&run.dev, heads, kv, d)?;
         let (page_log, pages, lanes) = (6usize, 80usize, 2usize);
         let page = 1 << page_log;
@@ -21,7 +23,16 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         }
         let pitch = pages / lanes;
         let tables = run.dev.upload(&order)?;
-        let p = Paging { keys: dk.ptr(), values: dv.ptr(), tables: tables.ptr(), table_pitch: pitch, page_log, page_stride, token_stride, head_stride };
+        let p = Paging {
+            keys: dk.ptr(),
+            values: dv.ptr(),
+            tables: tables.ptr(),
+            table_pitch: pitch,
+            page_log,
+            page_stride,
+            token_stride,
+            head_stride,
+        };
         let longest = pitch * page - 1;
         let pos: Vec<i32> = vec![longest as i32, 0, 5, 31, 32, 127, 128, 1000, longest as i32 - 1, 129];
         let lane: Vec<i32> = (0..pos.len() as i32).map(|i| i % 2).collect();
@@ -57,9 +68,27 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         for selected in [false, true] {
             let out = run.dev.alloc(rows * heads * d * 2)?;
             let sel = Selection { blocks: db.ptr(), counts: dc.ptr(), pitch: 64, ratio };
-            let queries = Queries { ptr: dq.ptr(), pitch: q_pitch, head: 2 * d, lane: dl.ptr(), pos: dp.ptr(), rows, max_len };
+            let queries = Queries {
+                ptr: dq.ptr(),
+                pitch: q_pitch,
+                head: 2 * d,
+                lane: dl.ptr(),
+                pos: dp.ptr(),
+                rows,
+                max_len,
+            };
             let gate = (dq.at(d * 2), q_pitch, 2 * d);
-            att.launch(&run.stream, &queries, &p, selected.then_some(&sel), scratch.ptr(), Some(gate), out.ptr(), heads * d, false)?;
+            att.launch(
+                &run.stream,
+                &queries,
+                &p,
+                selected.then_some(&sel),
+                scratch.ptr(),
+                Some(gate),
+                out.ptr(),
+                heads * d,
+                false,
+            )?;
             run.stream.synchronize()?;
             let got: Vec<u16> = out.read(0, rows * heads * d)?;
             // Bound: relative L2 of a head 5e-3 (two BF16 roundings give about 2.4e-3).
@@ -68,24 +97,39 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 let keys: Vec<usize> = if selected && counts[r] >= 0 {
                     let n = counts[r] as usize;
                     let tail = (pos[r] as usize + 1) / ratio * ratio;
-                    let mut v: Vec<usize> = blocks[r * 64..r * 64 + n].iter().flat_map(|b| (0..ratio).map(move |i| *b as usize * ratio + i)).collect();
+                    let mut v: Vec<usize> = blocks[r * 64..r * 64 + n]
+                        .iter()
+                        .flat_map(|b| (0..ratio).map(move |i| *b as usize * ratio + i))
+                        .collect();
                     v.extend(tail..=pos[r] as usize);
                     v
                 } else {
                     (0..=pos[r] as usize).collect()
                 };
-                let at = |t: usize| order[lane[r] as usize * pitch + t / page] as usize * page_stride + (h / (heads / kv)) * head_stride + t % page * d;
+                let at = |t: usize| {
+                    order[lane[r] as usize * pitch + t / page] as usize * page_stride
+                        + (h / (heads / kv)) * head_stride
+                        + t % page * d
+                };
                 let qv: Vec<f64> = (0..d).map(|i| f64::from(bf16(q[r * q_pitch + h * 2 * d + i]))).collect();
                 let s: Vec<f64> = keys
                     .iter()
-                    .map(|t| (0..d).map(|i| qv[i] * f64::from(bf16(k[at(*t) + i]))).sum::<f64>() / (d as f64).sqrt())
+                    .map(|t| {
+                        (0..d).map(|i| qv[i] * f64::from(bf16(k[at(*t) + i]))).sum::<f64>()
+                            / (d as f64).sqrt()
+                    })
                     .collect();
                 let m = s.iter().fold(f64::NEG_INFINITY, |a, b| a.max(*b));
                 let z: f64 = s.iter().map(|x| (x - m).exp()).sum();
                 let (mut e, mut t) = (0f64, 1e-300);
                 for i in 0..d {
-                    let o: f64 = keys.iter().zip(&s).map(|(t, x)| (x - m).exp() / z * f64::from(bf16(v[at(*t) + i]))).sum();
-                    let want = f64::from(rbf(o as f32)) * sigmoid(f64::from(bf16(q[r * q_pitch + h * 2 * d + d + i])));
+                    let o: f64 = keys
+                        .iter()
+                        .zip(&s)
+                        .map(|(t, x)| (x - m).exp() / z * f64::from(bf16(v[at(*t) + i])))
+                        .sum();
+                    let want = f64::from(rbf(o as f32))
+                        * sigmoid(f64::from(bf16(q[r * q_pitch + h * 2 * d + d + i])));
                     let g = f64::from(bf16(got[(r * heads + h) * d + i]));
                     e += if g.is_finite() { (g - want) * (g - want) } else { f64::INFINITY };
                     t += want * want;
@@ -93,20 +137,49 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 (e / t).sqrt() / 5e-3
             });
             let worst = shares.into_iter().fold(0.0, f64::max);
-            run.check("attention", format!("{heads}/{kv} heads of {d}, {}, relative L2 5e-3", if selected { "selected" } else { "dense" }), worst, false);
+            run.check(
+                "attention",
+                format!(
+                    "{heads}/{kv} heads of {d}, {}, relative L2 5e-3",
+                    if selected { "selected" } else { "dense" }
+                ),
+                worst,
+                false,
+            );
             // A row alone has the bits it has among others.
             let mut unequal = 0usize;
             for r in [0usize, 6, 7] {
                 let o1 = run.dev.alloc(heads * d * 2)?;
-                let queries = Queries { ptr: dq.at(r * q_pitch * 2), lane: dl.at(r * 4), pos: dp.at(r * 4), rows: 1, ..queries };
+                let queries = Queries {
+                    ptr: dq.at(r * q_pitch * 2),
+                    lane: dl.at(r * 4),
+                    pos: dp.at(r * 4),
+                    rows: 1,
+                    ..queries
+                };
                 let sel = Selection { blocks: db.at(r * 256), counts: dc.at(r * 4), ..sel };
                 let gate = (dq.at((r * q_pitch + d) * 2), q_pitch, 2 * d);
-                att.launch(&run.stream, &queries, &p, selected.then_some(&sel), scratch.ptr(), Some(gate), o1.ptr(), heads * d, false)?;
+                att.launch(
+                    &run.stream,
+                    &queries,
+                    &p,
+                    selected.then_some(&sel),
+                    scratch.ptr(),
+                    Some(gate),
+                    o1.ptr(),
+                    heads * d,
+                    false,
+                )?;
                 run.stream.synchronize()?;
                 let g: Vec<u16> = o1.read(0, heads * d)?;
                 unequal += (0..heads * d).filter(|i| g[*i] != got[r * heads * d + i]).count();
             }
-            run.check("attention", format!("{heads}/{kv} heads of {d}, selected {selected}: one row equals ten"), unequal as f64, true);
+            run.check(
+                "attention",
+                format!("{heads}/{kv} heads of {d}, selected {selected}: one row equals ten"),
+                unequal as f64,
+                true,
+            );
         }
         // Appending writes exactly the new tokens.
         let rows = 3;
@@ -120,7 +193,9 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         for r in 0..rows {
             for h in 0..kv {
                 let t = ap[r] as usize;
-                let at = order[al[r] as usize * pitch + t / page] as usize * page_stride + h * head_stride + t % page * d;
+                let at = order[al[r] as usize * pitch + t / page] as usize * page_stride
+                    + h * head_stride
+                    + t % page * d;
                 wk[at..at + d].copy_from_slice(&nk[(r * kv + h) * d..][..d]);
                 wv[at..at + d].copy_from_slice(&nv[(r * kv + h) * d..][..d]);
             }
@@ -131,7 +206,14 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
     }
     if run.bench {
         let (heads, d) = (24usize, 256usize);
-        for (kv, len, rows) in [(2usize, 8192usize, 1usize), (2, 8192, 4), (2, 131_072, 1), (4, 8192, 1), (4, 32768, 1), (4, 131_072, 1)] {
+        for (kv, len, rows) in [
+            (2usize, 8192usize, 1usize),
+            (2, 8192, 4),
+            (2, 131_072, 1),
+            (4, 8192, 1),
+            (4, 32768, 1),
+            (4, 131_072, 1),
+        ] {
             let att = Attention::new(&run.dev, heads, kv, d)?;
             let page_stride = 64 * kv * d;
             let pages = len / 64;
@@ -154,9 +236,26 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
             let q = run.dev.upload(&run.rng.bf16(rows * heads * d, 1.0))?;
             let scratch = run.dev.alloc(att.scratch(rows, len))?;
             let out = run.dev.alloc(rows * heads * d * 2)?;
-            let queries = Queries { ptr: q.ptr(), pitch: heads * d, head: d, lane: lane.ptr(), pos: pos.ptr(), rows, max_len: len };
+            let queries = Queries {
+                ptr: q.ptr(),
+                pitch: heads * d,
+                head: d,
+                lane: lane.ptr(),
+                pos: pos.ptr(),
+                rows,
+                max_len: len,
+            };
             let us = run.time(copies, |i| {
-                let p = Paging { keys: sets[i].0.ptr(), values: sets[i].1.ptr(), tables: tables.ptr(), table_pitch: pages, page_log: 6, page_stride, token_stride: d, head_stride: 64 * d };
+                let p = Paging {
+                    keys: sets[i].0.ptr(),
+                    values: sets[i].1.ptr(),
+                    tables: tables.ptr(),
+                    table_pitch: pages,
+                    page_log: 6,
+                    page_stride,
+                    token_stride: d,
+                    head_stride: 64 * d,
+                };
                 att.launch(&run.stream, &queries, &p, None, scratch.ptr(), None, out.ptr(), heads * d, true)
             })?;
             run.timed("attention", format!("{heads}/{kv} heads of {d}, {len} keys, {rows} rows"), us, bytes);

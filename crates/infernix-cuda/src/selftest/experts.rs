@@ -46,7 +46,8 @@ struct Layer {
 }
 
 fn layer(run: &mut Run, e: usize, h: usize, i: usize, divisor: bool, distinct: usize) -> Result<Layer> {
-    let records: Vec<Vec<u8>> = (0..distinct.min(e)).map(|_| w4a4::random_record(&mut run.rng, h, i)).collect();
+    let records: Vec<Vec<u8>> =
+        (0..distinct.min(e)).map(|_| w4a4::random_record(&mut run.rng, h, i)).collect();
     let bytes = records[0].len();
     let stride = bytes.div_ceil(4096) * 4096;
     let bank = run.dev.alloc(e * stride)?;
@@ -58,7 +59,11 @@ fn layer(run: &mut Run, e: usize, h: usize, i: usize, divisor: bool, distinct: u
         let g2 = 0.02f32 * (0.5 + run.rng.unit() as f32);
         let w = |k: usize| 0.25 / (k as f32).sqrt() / 6.0;
         let s = if divisor {
-            w4a4::Scales { alpha: [1.0 / w(h) / g, 1.0 / w(h) / g, 1.0 / w(i) / g2], input: [1.0 / g, 1.0 / g, 1.0 / g2], divisor }
+            w4a4::Scales {
+                alpha: [1.0 / w(h) / g, 1.0 / w(h) / g, 1.0 / w(i) / g2],
+                input: [1.0 / g, 1.0 / g, 1.0 / g2],
+                divisor,
+            }
         } else {
             w4a4::Scales { alpha: [w(h) * g, w(h) * g * 1.1, w(i) * g2], input: [g, g, g2], divisor }
         };
@@ -153,24 +158,41 @@ pub(super) fn check(run: &mut Run) -> Result<()> {
                 W4a4Tuning { stages: 3, rph_up: 2, rph_down: 4, per_sm: 2 },
                 W4a4Tuning { stages: 1, rph_up: 1, rph_down: 1, per_sm: 1 },
             ]
-                .into_iter()
-                .enumerate()
+            .into_iter()
+            .enumerate()
             {
                 let Ok(k) = W4a4::new(&run.dev, h, i, most, tuning) else { continue };
                 let (mid, y) = (run.dev.alloc(picks * i * 2)?, run.dev.alloc(picks * h * 2)?);
                 let act = run.dev.alloc(picks * act_bytes(h))?;
-                router.prepare(&run.stream, dids.ptr(), rows, k.width, jobs, &l.table, dx.ptr(), h, act.ptr(), false)?;
+                router.prepare(
+                    &run.stream,
+                    dids.ptr(),
+                    rows,
+                    k.width,
+                    jobs,
+                    &l.table,
+                    dx.ptr(),
+                    h,
+                    act.ptr(),
+                    false,
+                )?;
                 k.launch(&run.stream, &l.table, jobs, act.ptr(), mid.ptr(), y.ptr(), true)?;
                 run.stream.synchronize()?;
                 let (gm, gy): (Vec<u16>, Vec<u16>) = (mid.read(0, picks * i)?, y.read(0, picks * h)?);
                 // All picks of small calls, a sample of large ones (the oracle is scalar).
                 let all = picks * h * i < 60_000_000;
-                let chosen: Vec<usize> = if all { (0..picks).collect() } else { (0..picks).step_by(picks.div_ceil(24)).collect() };
+                let chosen: Vec<usize> =
+                    if all { (0..picks).collect() } else { (0..picks).step_by(picks.div_ceil(24)).collect() };
                 let refs = want.get_or_insert_with(|| {
                     parallel(chosen.len(), |c| {
                         let p = chosen[c];
                         let ex = ids[p] as usize;
-                        w4a4::expert(&l.records[ex % l.records.len()], &x[p / top * h..][..h], i, &l.scales[ex])
+                        w4a4::expert(
+                            &l.records[ex % l.records.len()],
+                            &x[p / top * h..][..h],
+                            i,
+                            &l.scales[ex],
+                        )
                     })
                 });
                 let (mut bad_mid, mut bad_y) = (0usize, 0usize);
@@ -180,7 +202,9 @@ pub(super) fn check(run: &mut Run) -> Result<()> {
                 }
                 // Everything must be written: no poison left.
                 let unwritten = gy.iter().chain(&gm).filter(|w| **w == 0xFFFF).count();
-                let case = format!("{e} experts {h}/{i}, {rows} rows, at most {most} picks, tuning {t}, divisor {divisor}");
+                let case = format!(
+                    "{e} experts {h}/{i}, {rows} rows, at most {most} picks, tuning {t}, divisor {divisor}"
+                );
                 run.check("w4a4 gate/up", case.clone(), bad_mid as f64, true);
                 run.check("w4a4 down", case, (bad_y + unwritten) as f64, true);
             }
@@ -213,29 +237,53 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
             most = most.max(u.chunk_by(|a, b| a == b).map(<[i32]>::len).max().unwrap_or(1));
             u.dedup();
             distinct += u.len();
-            calls.push((run.dev.upload(&ids)?, run.dev.alloc(picks * 16)?, run.dev.alloc(picks * 4)?, run.dev.alloc(8)?));
+            calls.push((
+                run.dev.upload(&ids)?,
+                run.dev.alloc(picks * 16)?,
+                run.dev.alloc(picks * 4)?,
+                run.dev.alloc(8)?,
+            ));
         }
         let act = run.dev.alloc(picks * act_bytes(h))?;
-        let base = W4a4Tuning::default();
+        let base = W4a4Tuning::for_width(most);
         let tunings: &[W4a4Tuning] = &[
             base,
-            W4a4Tuning { rph_down: 8, ..base },
             W4a4Tuning { per_sm: 3, ..base },
+            W4a4Tuning { per_sm: 3, stages: 3, ..base },
             W4a4Tuning { per_sm: 2, stages: 4, ..base },
+            W4a4Tuning { rph_up: 2, ..base },
         ];
         for t in tunings {
             let k = W4a4::new(&run.dev, h, i, most, *t)?;
             let bytes = distinct * k.record_bytes() / sets;
-            let jobs_of = |s: usize| Jobs { jobs: calls[s].1.ptr(), list: calls[s].2.ptr(), count: calls[s].3.ptr() };
+            let jobs_of =
+                |s: usize| Jobs { jobs: calls[s].1.ptr(), list: calls[s].2.ptr(), count: calls[s].3.ptr() };
             let prepare = |s: usize, pdl: bool| {
-                router.prepare(&run.stream, calls[s].0.ptr(), rows, k.width, jobs_of(s), &ls[s % layers].table, x.ptr(), h, act.ptr(), pdl)
+                router.prepare(
+                    &run.stream,
+                    calls[s].0.ptr(),
+                    rows,
+                    k.width,
+                    jobs_of(s),
+                    &ls[s % layers].table,
+                    x.ptr(),
+                    h,
+                    act.ptr(),
+                    pdl,
+                )
             };
             for s in 0..sets {
                 prepare(s, false)?;
             }
             run.stream.synchronize()?;
-            let case = format!("512 experts 2560/640, {rows} rows, {:.1} records, width {}, {t:?}", distinct as f64 / sets as f64, k.width);
-            let us = run.time(sets, |s| k.launch(&run.stream, &ls[s % layers].table, jobs_of(s), act.ptr(), mid.ptr(), y.ptr(), true))?;
+            let case = format!(
+                "512 experts 2560/640, {rows} rows, {:.1} records, width {}, {t:?}",
+                distinct as f64 / sets as f64,
+                k.width
+            );
+            let us = run.time(sets, |s| {
+                k.launch(&run.stream, &ls[s % layers].table, jobs_of(s), act.ptr(), mid.ptr(), y.ptr(), true)
+            })?;
             let with = run.time(sets, |s| {
                 prepare(s, true)?;
                 k.launch(&run.stream, &ls[s % layers].table, jobs_of(s), act.ptr(), mid.ptr(), y.ptr(), true)
@@ -279,7 +327,9 @@ pub(super) fn router(run: &mut Run) -> Result<()> {
         for row in 0..rows {
             let l = &logits[row * pitch..][..e];
             let mut order: Vec<usize> = (0..e).collect();
-            order.sort_by(|a, b| l[*b].partial_cmp(&l[*a]).unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(b)));
+            order.sort_by(|a, b| {
+                l[*b].partial_cmp(&l[*a]).unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(b))
+            });
             let m = f64::from(l[order[0]]);
             let ex: Vec<f64> = order[..top].iter().map(|i| (f64::from(l[*i]) - m).exp()).collect();
             let sum: f64 = ex.iter().sum();
@@ -291,7 +341,12 @@ pub(super) fn router(run: &mut Run) -> Result<()> {
             }
         }
         run.check("router_topk", format!("top {top} of {e}, {rows} rows: ids"), bad as f64, true);
-        run.check("router_topk", format!("top {top} of {e}, {rows} rows: weights, relative 8e-7"), worst, false);
+        run.check(
+            "router_topk",
+            format!("top {top} of {e}, {rows} rows: weights, relative 8e-7"),
+            worst,
+            false,
+        );
         let mut want_jobs: Vec<[i32; 4]> = vec![];
         let mut want_list: Vec<i32> = vec![];
         for x in 0..e as i32 {
@@ -301,7 +356,8 @@ pub(super) fn router(run: &mut Run) -> Result<()> {
                 want_list.extend(c);
             }
         }
-        let (gj, gl, gc): (Vec<i32>, Vec<i32>, Vec<i32>) = (jb.read(0, want_jobs.len() * 4)?, lb.read(0, picks)?, cb.read(0, 2)?);
+        let (gj, gl, gc): (Vec<i32>, Vec<i32>, Vec<i32>) =
+            (jb.read(0, want_jobs.len() * 4)?, lb.read(0, picks)?, cb.read(0, 2)?);
         let bad = gj.chunks(4).zip(&want_jobs).filter(|(a, b)| *a != *b).count()
             + gl.iter().zip(&want_list).filter(|(a, b)| a != b).count()
             + usize::from(gc != [want_jobs.len() as i32, picks as i32]);
@@ -309,9 +365,11 @@ pub(super) fn router(run: &mut Run) -> Result<()> {
         if run.bench && e == 512 {
             let us = run.time(1, |_| r.select(&run.stream, d.ptr(), pitch, 1, ids.ptr(), w.ptr(), true))?;
             run.timed("router_topk", "1 row of 512".into(), us, e * 4);
-            let us = run.time(1, |_| r.prepare(&run.stream, ids.ptr(), 1, width, jobs, &none, 0, 0, 0, true))?;
+            let us =
+                run.time(1, |_| r.prepare(&run.stream, ids.ptr(), 1, width, jobs, &none, 0, 0, 0, true))?;
             run.timed("group_experts", "1 row".into(), us, 40);
-            let us = run.time(1, |_| r.prepare(&run.stream, ids.ptr(), 32, width, jobs, &none, 0, 0, 0, true))?;
+            let us =
+                run.time(1, |_| r.prepare(&run.stream, ids.ptr(), 32, width, jobs, &none, 0, 0, 0, true))?;
             run.timed("group_experts", "32 rows".into(), us, 1280);
         }
     }

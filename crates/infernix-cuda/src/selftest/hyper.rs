@@ -11,7 +11,14 @@ const EPS: f64 = 1e-6;
 
 /// Reference of one column: x (before its rounding, with N and m rounded to BF16 as the contract says), b, and the share of each x
 /// allowed to differ: m's rounding may fall the other way where the FP32 sum sits on a boundary.
-fn reference(r: &[u16], norm: &[u16], down: &[Vec<f64>], up: &[Vec<f64>], inject: &[Vec<f64>], h: usize) -> (Vec<f64>, Vec<f64>) {
+fn reference(
+    r: &[u16],
+    norm: &[u16],
+    down: &[Vec<f64>],
+    up: &[Vec<f64>],
+    inject: &[Vec<f64>],
+    h: usize,
+) -> (Vec<f64>, Vec<f64>) {
     let mut n = vec![0f64; 4 * h];
     for s in 0..4 {
         let v: Vec<f64> = r[s * h..(s + 1) * h].iter().map(|w| f64::from(bf16(*w))).collect();
@@ -22,7 +29,9 @@ fn reference(r: &[u16], norm: &[u16], down: &[Vec<f64>], up: &[Vec<f64>], inject
     }
     let dot = |w: &[f64], x: &[f64]| x.iter().zip(w).map(|(a, b)| a * b).sum::<f64>();
     let m: Vec<f64> = down.iter().map(|w| f64::from(rbf(silu(dot(w, &n) / 4.0) as f32))).collect();
-    let x = (0..h).map(|i| (0..4).map(|s| sigmoid(dot(&up[s * h + i], &m)) * n[s * h + i]).sum::<f64>() / 4.0).collect();
+    let x = (0..h)
+        .map(|i| (0..4).map(|s| sigmoid(dot(&up[s * h + i], &m)) * n[s * h + i]).sum::<f64>() / 4.0)
+        .collect();
     let b = inject.iter().map(|w| 2.0 * sigmoid(dot(w, &n) / 4.0)).collect();
     (x, b)
 }
@@ -41,12 +50,14 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
             let r = run.rng.bf16(cols * 4 * h, 1.5);
             let dr = run.dev.upload(&r)?;
             let k = HyperMix::new(&run.dev, f, h, rank)?;
-            let (x, b, scratch) = (run.dev.alloc(cols * h * 2)?, run.dev.alloc(cols * 16)?, run.dev.alloc(k.scratch(cols))?);
+            let (x, b, scratch) =
+                (run.dev.alloc(cols * h * 2)?, run.dev.alloc(cols * 16)?, run.dev.alloc(k.scratch(cols))?);
             let w = HyperWeights { down: &ld, up: &lu, inject: Some(&li), norm: dn.ptr() };
             k.launch(&run.stream, &w, dr.ptr(), EPS as f32, cols, scratch.ptr(), x.ptr(), b.ptr(), false)?;
             run.stream.synchronize()?;
             let (gx, gb): (Vec<u16>, Vec<f32>) = (x.read(0, cols * h)?, b.read(0, cols * 4)?);
-            let rows = |w: &Words, n: usize, k: usize| -> Vec<Vec<f64>> { parallel(n, |i| w.row(i)[..k].to_vec()) };
+            let rows =
+                |w: &Words, n: usize, k: usize| -> Vec<Vec<f64>> { parallel(n, |i| w.row(i)[..k].to_vec()) };
             let (rd, ru, ri) = (rows(&wd, rank, 4 * h), rows(&wu, 4 * h, rank), rows(&wi, 4, 4 * h));
             let refs = parallel(cols, |c| reference(&r[c * 4 * h..][..4 * h], &norm, &rd, &ru, &ri, h));
             // Bound: relative L2 of a column 4e-3 (the output rounding alone is about 1.7e-3). b: N may round to the other BF16
@@ -65,15 +76,31 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                     worst_b = worst_b.max(if e.is_finite() { e } else { f64::INFINITY });
                 }
             }
-            run.check("hyper x", format!("{} h {h} rank {rank}, {cols} columns, relative L2 4e-3", f.tag()), worst, false);
+            run.check(
+                "hyper x",
+                format!("{} h {h} rank {rank}, {cols} columns, relative L2 4e-3", f.tag()),
+                worst,
+                false,
+            );
             run.check("hyper b", format!("{} h {h} rank {rank}, absolute 2e-4", f.tag()), worst_b, false);
             let mut unequal = 0usize;
             for one in [0usize, 3, 10] {
                 let (x1, b1) = (run.dev.alloc(h * 2)?, run.dev.alloc(16)?);
-                k.launch(&run.stream, &w, dr.at(one * 4 * h * 2), EPS as f32, 1, scratch.ptr(), x1.ptr(), b1.ptr(), false)?;
+                k.launch(
+                    &run.stream,
+                    &w,
+                    dr.at(one * 4 * h * 2),
+                    EPS as f32,
+                    1,
+                    scratch.ptr(),
+                    x1.ptr(),
+                    b1.ptr(),
+                    false,
+                )?;
                 run.stream.synchronize()?;
                 let (a, c): (Vec<u16>, Vec<f32>) = (x1.read(0, h)?, b1.read(0, 4)?);
-                unequal += (0..h).filter(|i| a[*i] != gx[one * h + i]).count() + (0..4).filter(|i| c[*i] != gb[one * 4 + i]).count();
+                unequal += (0..h).filter(|i| a[*i] != gx[one * h + i]).count()
+                    + (0..4).filter(|i| c[*i] != gb[one * 4 + i]).count();
             }
             run.check("hyper", format!("{} h {h}: one column equals eleven", f.tag()), unequal as f64, true);
             if run.bench && h == 2560 {
@@ -86,7 +113,17 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                     let us = run.time(copies, |i| {
                         let (d, u, j) = &set[i];
                         let w = HyperWeights { down: d, up: u, inject: Some(j), norm: dn.ptr() };
-                        k.launch(&run.stream, &w, dr.ptr(), EPS as f32, c, scratch.ptr(), x.ptr(), b.ptr(), true)
+                        k.launch(
+                            &run.stream,
+                            &w,
+                            dr.ptr(),
+                            EPS as f32,
+                            c,
+                            scratch.ptr(),
+                            x.ptr(),
+                            b.ptr(),
+                            true,
+                        )
                     })?;
                     run.timed("hyper", format!("{} pair, {c} columns", f.tag()), us, bytes);
                 }

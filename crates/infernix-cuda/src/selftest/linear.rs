@@ -20,7 +20,16 @@ pub(super) fn sample(rng: &mut Rng, n: usize, most: usize) -> Vec<usize> {
 }
 
 /// Worst error over bound of outputs `y(col, row)`: half an ulp (BF16) or 2^-24 |y| (FP32) plus K 2^-24 sum |w x|.
-pub(super) fn linear_share(w: &Words, rows: &[usize], x: &[u16], x_pitch: usize, k: usize, cols: usize, f32_out: bool, y: impl Fn(usize, usize) -> f64 + Sync) -> f64 {
+pub(super) fn linear_share(
+    w: &Words,
+    rows: &[usize],
+    x: &[u16],
+    x_pitch: usize,
+    k: usize,
+    cols: usize,
+    f32_out: bool,
+    y: impl Fn(usize, usize) -> f64 + Sync,
+) -> f64 {
     let xf: Vec<f64> = x.iter().map(|v| f64::from(bf16(*v))).collect();
     let worst = parallel(rows.len(), |i| {
         let row = w.row(rows[i]);
@@ -31,7 +40,8 @@ pub(super) fn linear_share(w: &Words, rows: &[usize], x: &[u16], x_pitch: usize,
                 s += w * x;
                 a += (w * x).abs();
             }
-            let bound = k as f64 * 2f64.powi(-24) * a + if f32_out { s.abs() * 2f64.powi(-23) } else { bf16_half_ulp(s) };
+            let bound = k as f64 * 2f64.powi(-24) * a
+                + if f32_out { s.abs() * 2f64.powi(-23) } else { bf16_half_ulp(s) };
             let got = y(c, rows[i]);
             let share = if got.is_finite() { (got - s).abs() / bound } else { f64::INFINITY };
             worst = worst.max(share);
@@ -43,7 +53,17 @@ pub(super) fn linear_share(w: &Words, rows: &[usize], x: &[u16], x_pitch: usize,
 
 /// Checks shapes of real models and odd ones.
 pub(super) fn check(run: &mut Run) -> Result<()> {
-    let shapes: &[(usize, usize)] = &[(10240, 2560), (2560, 6144), (320, 10240), (10240, 320), (48, 2560), (5120, 17408), (37, 2560), (1, 128), (129, 1088)];
+    let shapes: &[(usize, usize)] = &[
+        (10240, 2560),
+        (2560, 6144),
+        (320, 10240),
+        (10240, 320),
+        (48, 2560),
+        (5120, 17408),
+        (37, 2560),
+        (1, 128),
+        (129, 1088),
+    ];
     for f in WeightFormat::ALL {
         for &(n, k) in shapes {
             let big = n * k > 30_000_000;
@@ -69,7 +89,9 @@ pub(super) fn check(run: &mut Run) -> Result<()> {
                     run.stream.synchronize()?;
                     let got: Vec<u16> = y.read(0, c * yp)?;
                     if base.is_empty() {
-                        let share = linear_share(&w, &rows, &x, xp, k, c, false, |c, r| f64::from(bf16(got[c * yp + r])));
+                        let share = linear_share(&w, &rows, &x, xp, k, c, false, |c, r| {
+                            f64::from(bf16(got[c * yp + r]))
+                        });
                         run.check("gemv", format!("{} {n}x{k} {c} columns", f.tag()), share, false);
                         base = got;
                     } else {
@@ -81,7 +103,12 @@ pub(super) fn check(run: &mut Run) -> Result<()> {
                     }
                 }
             }
-            run.check("gemv", format!("{} {n}x{k} equal bits at widths {widths:?}", f.tag()), unequal as f64, true);
+            run.check(
+                "gemv",
+                format!("{} {n}x{k} equal bits at widths {widths:?}", f.tag()),
+                unequal as f64,
+                true,
+            );
             if n <= 512 {
                 let y = run.dev.alloc(4 * yp * 4)?;
                 let g = Gemv::new(&run.dev, f, n, lin.k_pad, 4, Gemv::RING)?;
@@ -134,10 +161,7 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
             let base = GemvTuning::default();
             let mut variants = vec![base];
             if c == 1 {
-                variants.extend([
-                    GemvTuning { per_sm: 1, ..base },
-                    GemvTuning { ring: 160 << 10, ..base },
-                ]);
+                variants.extend([GemvTuning { per_sm: 1, ..base }, GemvTuning { ring: 160 << 10, ..base }]);
             }
             let mut seen = vec![];
             for t in variants {
@@ -146,9 +170,22 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
                     continue;
                 }
                 seen.push(g.plan);
-                let us = run.time(copies, |i| g.launch(&run.stream, &lins[i], x.ptr(), k, y.ptr(), n, Out::Bf16, true))?;
+                let us = run.time(copies, |i| {
+                    g.launch(&run.stream, &lins[i], x.ptr(), k, y.ptr(), n, Out::Bf16, true)
+                })?;
                 let p = g.plan;
-                run.timed("gemv", format!("{} {n}x{k} {c} columns, {} CTAs of {} stages of {} steps", f.tag(), p.per_sm, p.stages, p.chunk_steps), us, bytes);
+                run.timed(
+                    "gemv",
+                    format!(
+                        "{} {n}x{k} {c} columns, {} CTAs of {} stages of {} steps",
+                        f.tag(),
+                        p.per_sm,
+                        p.stages,
+                        p.chunk_steps
+                    ),
+                    us,
+                    bytes,
+                );
             }
         }
     }

@@ -39,7 +39,20 @@ impl Default for Options {
 }
 
 /// Names of the families, in order.
-pub const FAMILIES: &[&str] = &["linear", "linear_bench", "experts", "experts_bench", "state", "hyper", "router", "rows", "attention", "select", "gemm", "prefill"];
+pub const FAMILIES: &[&str] = &[
+    "linear",
+    "linear_bench",
+    "experts",
+    "experts_bench",
+    "state",
+    "hyper",
+    "router",
+    "rows",
+    "attention",
+    "select",
+    "gemm",
+    "prefill",
+];
 
 /// One family's context and results.
 pub(crate) struct Run {
@@ -94,7 +107,9 @@ impl Run {
 
     /// Records a time of arithmetic.
     pub(crate) fn timed_flops(&mut self, kernel: &str, case: String, us: f64, flops: f64) {
-        self.results.push(json!({"kernel": kernel, "case": case, "us": round(us), "tflops": round(flops / us / 1e6)}));
+        self.results.push(
+            json!({"kernel": kernel, "case": case, "us": round(us), "tflops": round(flops / us / 1e6)}),
+        );
     }
 
     /// How many copies of `bytes` exceed the L2 several times, within reason.

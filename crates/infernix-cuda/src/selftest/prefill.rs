@@ -13,7 +13,13 @@ use crate::oracle::num::{bf16, parallel, rbf, sigmoid};
 pub(super) fn gemm(run: &mut Run) -> Result<()> {
     for f in WeightFormat::ALL {
         let g = Gemm::new(&run.dev, f)?;
-        for (n, k, rows) in [(2560usize, 2560usize, 300usize), (320, 10240, 129), (1280, 320, 257), (48, 2560, 64), (37, 1088, 5)] {
+        for (n, k, rows) in [
+            (2560usize, 2560usize, 300usize),
+            (320, 10240, 129),
+            (1280, 320, 257),
+            (48, 2560, 64),
+            (37, 1088, 5),
+        ] {
             let w = Words::random(&mut run.rng, f, n, k, if f == WeightFormat::Bf16 { 32 } else { 128 });
             let lin = w.upload(&run.dev)?;
             let (xp, yp) = (k + 8, n + 3);
@@ -24,10 +30,17 @@ pub(super) fn gemm(run: &mut Run) -> Result<()> {
             run.stream.synchronize()?;
             let got: Vec<u16> = y.read(0, rows * yp)?;
             let some = sample(&mut run.rng, n, 80);
-            let share = linear_share(&w, &some, &x, xp, k, rows, false, |c, r| f64::from(bf16(got[c * yp + r])));
+            let share =
+                linear_share(&w, &some, &x, xp, k, rows, false, |c, r| f64::from(bf16(got[c * yp + r])));
             run.check("gemm", format!("{} {n}x{k}, {rows} rows", f.tag()), share, false);
-            let unwritten = (0..rows).flat_map(|t| (0..n).map(move |r| t * yp + r)).filter(|i| got[*i] == 0xFFFF).count();
-            run.check("gemm", format!("{} {n}x{k}, {rows} rows: all written", f.tag()), unwritten as f64, true);
+            let unwritten =
+                (0..rows).flat_map(|t| (0..n).map(move |r| t * yp + r)).filter(|i| got[*i] == 0xFFFF).count();
+            run.check(
+                "gemm",
+                format!("{} {n}x{k}, {rows} rows: all written", f.tag()),
+                unwritten as f64,
+                true,
+            );
         }
     }
     if run.bench {
@@ -47,7 +60,8 @@ pub(super) fn gemm(run: &mut Run) -> Result<()> {
             let x = run.dev.upload(&run.rng.bf16(t * k, 1.0))?;
             let y = run.dev.alloc(t * n * 2)?;
             let g = Gemm::new(&run.dev, f)?;
-            let us = run.time(1, |_| g.launch(&run.stream, &lin, x.ptr(), k, t, y.ptr(), n, Out::Bf16, true))?;
+            let us =
+                run.time(1, |_| g.launch(&run.stream, &lin, x.ptr(), k, t, y.ptr(), n, Out::Bf16, true))?;
             run.timed_flops("gemm", format!("{} {n}x{k}, {t} rows", f.tag()), us, 2.0 * (n * k * t) as f64);
         }
     }
@@ -56,7 +70,13 @@ pub(super) fn gemm(run: &mut Run) -> Result<()> {
 
 /// Dense causal attention of a chunk behind earlier keys.
 pub(super) fn attention(run: &mut Run) -> Result<()> {
-    for (heads, kv, d, rows, pos0) in [(24usize, 2usize, 256usize, 100usize, 0usize), (24, 4, 256, 77, 301), (16, 2, 256, 33, 64), (32, 8, 128, 130, 17), (3, 3, 256, 1, 5)] {
+    for (heads, kv, d, rows, pos0) in [
+        (24usize, 2usize, 256usize, 100usize, 0usize),
+        (24, 4, 256, 77, 301),
+        (16, 2, 256, 33, 64),
+        (32, 8, 128, 130, 17),
+        (3, 3, 256, 1, 5),
+    ] {
         let att = Attention::new(&run.dev, heads, kv, d)?;
         let (page, pages) = (64usize, 8usize);
         let (head_stride, page_stride) = (page * d, page * kv * d);
@@ -64,46 +84,112 @@ pub(super) fn attention(run: &mut Run) -> Result<()> {
         let (k, v) = (run.rng.bf16(n, 1.0), run.rng.bf16(n, 1.0));
         let table: Vec<i32> = (0..pages as i32).rev().collect();
         let (dk, dv, dt) = (run.dev.upload(&k)?, run.dev.upload(&v)?, run.dev.upload(&table)?);
-        let p = Paging { keys: dk.ptr(), values: dv.ptr(), tables: dt.ptr(), table_pitch: pages, page_log: 6, page_stride, token_stride: d, head_stride };
+        let p = Paging {
+            keys: dk.ptr(),
+            values: dv.ptr(),
+            tables: dt.ptr(),
+            table_pitch: pages,
+            page_log: 6,
+            page_stride,
+            token_stride: d,
+            head_stride,
+        };
         let q_pitch = heads * 2 * d;
         let q = run.rng.bf16(rows * q_pitch, 1.5);
         let dq = run.dev.upload(&q)?;
         let out = run.dev.alloc(rows * heads * d * 2)?;
-        att.prefill(&run.stream, (dq.ptr(), q_pitch, 2 * d), &p, dt.ptr(), rows, pos0, Some((dq.at(d * 2), q_pitch, 2 * d)), out.ptr(), heads * d, false)?;
+        att.prefill(
+            &run.stream,
+            (dq.ptr(), q_pitch, 2 * d),
+            &p,
+            dt.ptr(),
+            rows,
+            pos0,
+            Some((dq.at(d * 2), q_pitch, 2 * d)),
+            out.ptr(),
+            heads * d,
+            false,
+        )?;
         run.stream.synchronize()?;
         let got: Vec<u16> = out.read(0, rows * heads * d)?;
         let shares = parallel(rows * heads, |job| {
             let (r, h) = (job / heads, job % heads);
-            let at = |t: usize| table[t / page] as usize * page_stride + (h / (heads / kv)) * head_stride + t % page * d;
+            let at = |t: usize| {
+                table[t / page] as usize * page_stride + (h / (heads / kv)) * head_stride + t % page * d
+            };
             let qv: Vec<f64> = (0..d).map(|i| f64::from(bf16(q[r * q_pitch + h * 2 * d + i]))).collect();
-            let s: Vec<f64> = (0..=pos0 + r).map(|t| (0..d).map(|i| qv[i] * f64::from(bf16(k[at(t) + i]))).sum::<f64>() / (d as f64).sqrt()).collect();
+            let s: Vec<f64> = (0..=pos0 + r)
+                .map(|t| {
+                    (0..d).map(|i| qv[i] * f64::from(bf16(k[at(t) + i]))).sum::<f64>() / (d as f64).sqrt()
+                })
+                .collect();
             let m = s.iter().fold(f64::NEG_INFINITY, |a, b| a.max(*b));
             let z: f64 = s.iter().map(|x| (x - m).exp()).sum();
             let (mut e, mut t2) = (0f64, 1e-300);
             for i in 0..d {
-                let o: f64 = s.iter().enumerate().map(|(t, x)| (x - m).exp() / z * f64::from(bf16(v[at(t) + i]))).sum();
-                let want = f64::from(rbf(o as f32)) * sigmoid(f64::from(bf16(q[r * q_pitch + h * 2 * d + d + i])));
+                let o: f64 = s
+                    .iter()
+                    .enumerate()
+                    .map(|(t, x)| (x - m).exp() / z * f64::from(bf16(v[at(t) + i])))
+                    .sum();
+                let want =
+                    f64::from(rbf(o as f32)) * sigmoid(f64::from(bf16(q[r * q_pitch + h * 2 * d + d + i])));
                 let g = f64::from(bf16(got[(r * heads + h) * d + i]));
                 e += if g.is_finite() { (g - want) * (g - want) } else { f64::INFINITY };
                 t2 += want * want;
             }
             (e / t2).sqrt() / 5e-3
         });
-        run.check("attn_prefill", format!("{heads}/{kv} heads of {d}, {rows} rows at {pos0}, relative L2 5e-3"), shares.into_iter().fold(0.0, f64::max), false);
+        run.check(
+            "attn_prefill",
+            format!("{heads}/{kv} heads of {d}, {rows} rows at {pos0}, relative L2 5e-3"),
+            shares.into_iter().fold(0.0, f64::max),
+            false,
+        );
     }
     if run.bench {
         for (heads, kv, t) in [(24usize, 2usize, 8192usize), (24, 4, 8192), (24, 4, 2048)] {
             let d = 256;
             let att = Attention::new(&run.dev, heads, kv, d)?;
             let page_stride = 64 * kv * d;
-            let (k, v) = (run.dev.upload(&run.rng.bf16(t * kv * d, 1.0))?, run.dev.upload(&run.rng.bf16(t * kv * d, 1.0))?);
+            let (k, v) = (
+                run.dev.upload(&run.rng.bf16(t * kv * d, 1.0))?,
+                run.dev.upload(&run.rng.bf16(t * kv * d, 1.0))?,
+            );
             let table: Vec<i32> = (0..(t / 64) as i32).collect();
             let dt = run.dev.upload(&table)?;
             let q = run.dev.upload(&run.rng.bf16(t * heads * d, 1.0))?;
             let out = run.dev.alloc(t * heads * d * 2)?;
-            let p = Paging { keys: k.ptr(), values: v.ptr(), tables: dt.ptr(), table_pitch: t / 64, page_log: 6, page_stride, token_stride: d, head_stride: 64 * d };
-            let us = run.time(1, |_| att.prefill(&run.stream, (q.ptr(), heads * d, d), &p, dt.ptr(), t, 0, None, out.ptr(), heads * d, true))?;
-            run.timed_flops("attn_prefill", format!("{heads}/{kv} heads of {d}, {t} rows (causal flops)"), us, 2.0 * (t * t) as f64 * (heads * d) as f64);
+            let p = Paging {
+                keys: k.ptr(),
+                values: v.ptr(),
+                tables: dt.ptr(),
+                table_pitch: t / 64,
+                page_log: 6,
+                page_stride,
+                token_stride: d,
+                head_stride: 64 * d,
+            };
+            let us = run.time(1, |_| {
+                att.prefill(
+                    &run.stream,
+                    (q.ptr(), heads * d, d),
+                    &p,
+                    dt.ptr(),
+                    t,
+                    0,
+                    None,
+                    out.ptr(),
+                    heads * d,
+                    true,
+                )
+            })?;
+            run.timed_flops(
+                "attn_prefill",
+                format!("{heads}/{kv} heads of {d}, {t} rows (causal flops)"),
+                us,
+                2.0 * (t * t) as f64 * (heads * d) as f64,
+            );
         }
     }
     Ok(())

@@ -9,7 +9,11 @@ use crate::oracle::num::{bf16, bf16_half_ulp, f16, f32_to_bf16, rbf, sigmoid, si
 fn share(got: &[u16], want: &[f64]) -> f64 {
     got.iter().zip(want).fold(0f64, |m, (g, w)| {
         let g = f64::from(bf16(*g));
-        m.max(if g.is_finite() { (g - w).abs() / (bf16_half_ulp(*w) + 4e-6 * w.abs() + 1e-30) } else { f64::INFINITY })
+        m.max(if g.is_finite() {
+            (g - w).abs() / (bf16_half_ulp(*w) + 4e-6 * w.abs() + 1e-30)
+        } else {
+            f64::INFINITY
+        })
     })
 }
 
@@ -21,37 +25,93 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
     let ops = RowOps::new(&run.dev)?;
     let dev = run.dev.clone();
     let eps = 1e-6f64;
-    for (n, groups, rows, centred) in [(2560usize, 4usize, 5usize, true), (5120, 1, 3, true), (256, 1, 2, false), (66, 2, 7, true)] {
+    for (n, groups, rows, centred) in
+        [(2560usize, 4usize, 5usize, true), (5120, 1, 3, true), (256, 1, 2, false), (66, 2, 7, true)]
+    {
         let x = run.rng.bf16(rows * groups * n, 2.0);
         let w = run.rng.bf16(groups * n, 0.3);
         let (dx, dw, y) = (dev.upload(&x)?, dev.upload(&w)?, dev.alloc(rows * groups * n * 2)?);
-        ops.rms_norm(&run.stream, dx.ptr(), dw.ptr(), y.ptr(), n, groups, rows, groups * n, groups * n, eps as f32, centred, false)?;
+        ops.rms_norm(
+            &run.stream,
+            dx.ptr(),
+            dw.ptr(),
+            y.ptr(),
+            n,
+            groups,
+            rows,
+            groups * n,
+            groups * n,
+            eps as f32,
+            centred,
+            false,
+        )?;
         run.stream.synchronize()?;
         let want: Vec<f64> = (0..rows * groups)
             .flat_map(|g| {
                 let v = &x[g * n..(g + 1) * n];
                 let r = 1.0 / (v.iter().map(|w| val(*w).powi(2)).sum::<f64>() / n as f64 + eps).sqrt();
                 let w = &w[g % groups * n..][..n];
-                v.iter().zip(w).map(|(x, w)| val(*x) * r * (if centred { 1.0 } else { 0.0 } + val(*w))).collect::<Vec<_>>()
+                v.iter()
+                    .zip(w)
+                    .map(|(x, w)| val(*x) * r * (if centred { 1.0 } else { 0.0 } + val(*w)))
+                    .collect::<Vec<_>>()
             })
             .collect();
-        run.check("rms_norm", format!("{groups} x {n}, {rows} rows"), share(&y.read(0, want.len())?, &want), false);
+        run.check(
+            "rms_norm",
+            format!("{groups} x {n}, {rows} rows"),
+            share(&y.read(0, want.len())?, &want),
+            false,
+        );
         if run.bench && n == 2560 {
-            let us = run.time(1, |_| ops.rms_norm(&run.stream, dx.ptr(), dw.ptr(), y.ptr(), n, groups, 1, groups * n, groups * n, 1e-6, true, true))?;
+            let us = run.time(1, |_| {
+                ops.rms_norm(
+                    &run.stream,
+                    dx.ptr(),
+                    dw.ptr(),
+                    y.ptr(),
+                    n,
+                    groups,
+                    1,
+                    groups * n,
+                    groups * n,
+                    1e-6,
+                    true,
+                    true,
+                )
+            })?;
             run.timed("rms_norm", "4 x 2560, 1 row".into(), us, 4 * 2560 * 4);
         }
     }
     for (d, half, heads) in [(256usize, 32usize, 24usize), (128, 32, 4), (128, 64, 3), (32, 4, 2)] {
-        let pos: Vec<i32> = vec![0, 0, 0, 5, 5, 5, 262_143, 262_143, 262_143, 1000, 17, 42, 131_071, 131_071, 131_071];
+        let pos: Vec<i32> =
+            vec![0, 0, 0, 5, 5, 5, 262_143, 262_143, 262_143, 1000, 17, 42, 131_071, 131_071, 131_071];
         let rows = 5;
         let freq: Vec<f64> = (0..half).map(|i| 1e7f64.powf(-(i as f64) / half as f64)).collect();
         let axis: Vec<u8> = (0..half).map(|i| (i % 3) as u8).collect();
         let x = run.rng.bf16(rows * heads * 2 * d, 2.0);
         let w = run.rng.bf16(d, 0.3);
-        let (dp, df, da, dx, dw) = (dev.upload(&pos)?, dev.upload(&freq)?, dev.upload(&axis)?, dev.upload(&x)?, dev.upload(&w)?);
+        let (dp, df, da, dx, dw) =
+            (dev.upload(&pos)?, dev.upload(&freq)?, dev.upload(&axis)?, dev.upload(&x)?, dev.upload(&w)?);
         let (table, y) = (dev.alloc(rows * 2 * half * 4)?, dev.alloc(rows * heads * d * 2)?);
         ops.rope_table(&run.stream, dp.ptr(), df.ptr(), da.ptr(), 1.0, half, rows, table.ptr(), false)?;
-        ops.head_norm_rope(&run.stream, dx.ptr(), dw.ptr(), table.ptr(), y.ptr(), d, half, heads, rows, heads * 2 * d, 2 * d, heads * d, d, eps as f32, true)?;
+        ops.head_norm_rope(
+            &run.stream,
+            dx.ptr(),
+            dw.ptr(),
+            table.ptr(),
+            y.ptr(),
+            d,
+            half,
+            heads,
+            rows,
+            heads * 2 * d,
+            2 * d,
+            heads * d,
+            d,
+            eps as f32,
+            true,
+        )?;
         run.stream.synchronize()?;
         let got: Vec<u16> = y.read(0, rows * heads * d)?;
         let mut worst = 0f64;
@@ -76,7 +136,12 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 }
             }
         }
-        run.check("head_norm_rope", format!("{heads} heads of {d}, {half} pairs, positions to 262,143"), worst, false);
+        run.check(
+            "head_norm_rope",
+            format!("{heads} heads of {d}, {half} pairs, positions to 262,143"),
+            worst,
+            false,
+        );
     }
     {
         let (c, rows) = (10240usize, 6usize);
@@ -91,7 +156,12 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 let (mut s, mut a) = (0f64, 0f64);
                 for j in 0..4 {
                     let p = t as i64 - 3 + j as i64;
-                    let v = val(w[ch * 4 + j]) * if p >= 0 { val(x[p as usize * c + ch]) } else { val(st[(p + 3) as usize * c + ch]) };
+                    let v = val(w[ch * 4 + j])
+                        * if p >= 0 {
+                            val(x[p as usize * c + ch])
+                        } else {
+                            val(st[(p + 3) as usize * c + ch])
+                        };
                     s += v;
                     a += v.abs();
                 }
@@ -115,7 +185,22 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         let n = d * heads;
         let (o, z, w) = (run.rng.bf16(rows * n, 0.1), run.rng.bf16(rows * n, 2.0), run.rng.bf16(d, 1.0));
         let (d0, dz, dw, y) = (dev.upload(&o)?, dev.upload(&z)?, dev.upload(&w)?, dev.alloc(rows * n * 2)?);
-        ops.gated_norm(&run.stream, d0.ptr(), dz.ptr(), dw.ptr(), y.ptr(), d, heads, rows, n, n, n, eps as f32, sigm, false)?;
+        ops.gated_norm(
+            &run.stream,
+            d0.ptr(),
+            dz.ptr(),
+            dw.ptr(),
+            y.ptr(),
+            d,
+            heads,
+            rows,
+            n,
+            n,
+            n,
+            eps as f32,
+            sigm,
+            false,
+        )?;
         run.stream.synchronize()?;
         let want: Vec<f64> = (0..rows * n)
             .map(|i| {
@@ -124,7 +209,12 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 val(o[i]) * r * val(w[i % d]) * if sigm { sigmoid(val(z[i])) } else { silu(val(z[i])) }
             })
             .collect();
-        run.check("gated_norm", format!("48 heads of 128, sigmoid {sigm}"), share(&y.read(0, rows * n)?, &want), false);
+        run.check(
+            "gated_norm",
+            format!("48 heads of 128, sigmoid {sigm}"),
+            share(&y.read(0, rows * n)?, &want),
+            false,
+        );
     }
     {
         let (n, rows, d) = (640usize, 3usize, 64usize);
@@ -142,7 +232,12 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         y.fill(0xFF)?;
         ops.add(&run.stream, da.ptr(), db.ptr(), y.ptr(), n, rows, false)?;
         run.stream.synchronize()?;
-        let bad = y.read::<u16>(0, rows * n)?.iter().zip(a.iter().zip(&b)).filter(|(y, (a, b))| **y != f32_to_bf16(bf16(**a) + bf16(**b))).count();
+        let bad = y
+            .read::<u16>(0, rows * n)?
+            .iter()
+            .zip(a.iter().zip(&b))
+            .filter(|(y, (a, b))| **y != f32_to_bf16(bf16(**a) + bf16(**b)))
+            .count();
         run.check("add", "3 x 640".into(), bad as f64, true);
     }
     {
@@ -159,7 +254,18 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         let codes = run.rng.bytes(v * n);
         let sc: Vec<u16> = (0..v * n / 32).map(|_| 0x2000 | (run.rng.next_u64() as u16 & 0x3FF)).collect();
         let (dc, ds, y) = (dev.upload(&codes)?, dev.upload(&sc)?, dev.alloc(ids.len() * n * 2)?);
-        ops.embed(&run.stream, di.ptr(), dc.ptr(), n, Some((ds.ptr(), n / 16)), n, 1, ids.len(), y.ptr(), false)?;
+        ops.embed(
+            &run.stream,
+            di.ptr(),
+            dc.ptr(),
+            n,
+            Some((ds.ptr(), n / 16)),
+            n,
+            1,
+            ids.len(),
+            y.ptr(),
+            false,
+        )?;
         run.stream.synchronize()?;
         let got: Vec<u16> = y.read(0, ids.len() * n)?;
         let bad = (0..got.len())
@@ -178,14 +284,38 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         let w: Vec<f32> = (0..rows * top).map(|_| run.rng.unit() as f32 * 0.2).collect();
         let b = run.rng.f32(rows * 4, 1.0);
         let r = run.rng.bf16(rows * 4 * n, 1.0);
-        let (dy, dsl, dw, db, dr, out) = (dev.upload(&ye)?, dev.upload(&slot)?, dev.upload(&w)?, dev.upload(&b)?, dev.upload(&r)?, dev.alloc(rows * n * 2)?);
-        ops.combine(&run.stream, dy.ptr(), dsl.ptr(), dw.ptr(), 0, 0, 0, db.ptr(), dr.ptr(), out.ptr(), n, top, rows, false)?;
+        let (dy, dsl, dw, db, dr, out) = (
+            dev.upload(&ye)?,
+            dev.upload(&slot)?,
+            dev.upload(&w)?,
+            dev.upload(&b)?,
+            dev.upload(&r)?,
+            dev.alloc(rows * n * 2)?,
+        );
+        ops.combine(
+            &run.stream,
+            dy.ptr(),
+            dsl.ptr(),
+            dw.ptr(),
+            0,
+            0,
+            0,
+            db.ptr(),
+            dr.ptr(),
+            out.ptr(),
+            n,
+            top,
+            rows,
+            false,
+        )?;
         run.stream.synchronize()?;
         let (go, gr): (Vec<u16>, Vec<u16>) = (out.read(0, rows * n)?, dr.read(0, rows * 4 * n)?);
         let (mut bad, mut bad_r) = (0usize, 0usize);
         for i in 0..rows * n {
             let (row, e) = (i / n, i % n);
-            let acc = (0..top).fold(0f32, |a, k| w[row * top + k].mul_add(bf16(ye[slot[row * top + k] as usize * n + e]), a));
+            let acc = (0..top).fold(0f32, |a, k| {
+                w[row * top + k].mul_add(bf16(ye[slot[row * top + k] as usize * n + e]), a)
+            });
             bad += usize::from(go[i] != f32_to_bf16(acc));
             for s in 0..4 {
                 let at = (row * 4 + s) * n + e;
@@ -198,7 +328,22 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         let logit = run.rng.f32(rows * 3, 1.0);
         let (dsh, dlg) = (dev.upload(&shared)?, dev.upload(&logit)?);
         out.fill(0xFF)?;
-        ops.combine(&run.stream, dy.ptr(), dsl.ptr(), dw.ptr(), dsh.ptr(), dlg.ptr(), 3, 0, 0, out.ptr(), n, top, rows, false)?;
+        ops.combine(
+            &run.stream,
+            dy.ptr(),
+            dsl.ptr(),
+            dw.ptr(),
+            dsh.ptr(),
+            dlg.ptr(),
+            3,
+            0,
+            0,
+            out.ptr(),
+            n,
+            top,
+            rows,
+            false,
+        )?;
         run.stream.synchronize()?;
         let mut worst = 0f64;
         let go: Vec<u16> = out.read(0, rows * n)?;
@@ -218,7 +363,24 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         }
         run.check("combine", "with shared expert".into(), worst, false);
         if run.bench {
-            let us = run.time(1, |_| ops.combine(&run.stream, dy.ptr(), dsl.ptr(), dw.ptr(), dsh.ptr(), dlg.ptr(), 3, db.ptr(), dr.ptr(), 0, n, top, 1, true))?;
+            let us = run.time(1, |_| {
+                ops.combine(
+                    &run.stream,
+                    dy.ptr(),
+                    dsl.ptr(),
+                    dw.ptr(),
+                    dsh.ptr(),
+                    dlg.ptr(),
+                    3,
+                    db.ptr(),
+                    dr.ptr(),
+                    0,
+                    n,
+                    top,
+                    1,
+                    true,
+                )
+            })?;
             run.timed("combine", "1 row, top 10, injection".into(), us, 11 * n * 2 + 8 * n * 2);
         }
     }

@@ -30,17 +30,48 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         let q = run.rng.bf16(rows * 512, 1.0);
         let table: Vec<i32> = (0..pages as i32).collect();
         let lane = vec![0i32; rows];
-        let pos: Vec<i32> = vec![(blocks * ratio) as i32 - 1, (blocks * ratio) as i32 + 1, (blocks * ratio / 2) as i32];
-        let (dk, dq, dt, dl, dp) = (run.dev.upload(&k)?, run.dev.upload(&q)?, run.dev.upload(&table)?, run.dev.upload(&lane)?, run.dev.upload(&pos)?);
-        let (scores, ids, counts) = (run.dev.alloc(rows * blocks * 4)?, run.dev.alloc(rows * want * 4)?, run.dev.alloc(rows * 4)?);
-        let p = IndexPages { keys: dk.ptr(), tables: dt.ptr(), table_pitch: pages, page_log, page_stride: 256 * 128 };
+        let pos: Vec<i32> =
+            vec![(blocks * ratio) as i32 - 1, (blocks * ratio) as i32 + 1, (blocks * ratio / 2) as i32];
+        let (dk, dq, dt, dl, dp) = (
+            run.dev.upload(&k)?,
+            run.dev.upload(&q)?,
+            run.dev.upload(&table)?,
+            run.dev.upload(&lane)?,
+            run.dev.upload(&pos)?,
+        );
+        let (scores, ids, counts) =
+            (run.dev.alloc(rows * blocks * 4)?, run.dev.alloc(rows * want * 4)?, run.dev.alloc(rows * 4)?);
+        let p = IndexPages {
+            keys: dk.ptr(),
+            tables: dt.ptr(),
+            table_pitch: pages,
+            page_log,
+            page_stride: 256 * 128,
+        };
         let scratch = run.dev.alloc(sel.scratch(rows, blocks))?;
         let go = |s: &crate::driver::Stream, rows: usize, pdl: bool| {
-            sel.launch(s, dq.ptr(), 512, &p, dl.ptr(), dp.ptr(), rows, blocks, scores.ptr(), blocks, scratch.ptr(), ids.ptr(), want, counts.ptr(), pdl)
+            sel.launch(
+                s,
+                dq.ptr(),
+                512,
+                &p,
+                dl.ptr(),
+                dp.ptr(),
+                rows,
+                blocks,
+                scores.ptr(),
+                blocks,
+                scratch.ptr(),
+                ids.ptr(),
+                want,
+                counts.ptr(),
+                pdl,
+            )
         };
         go(&run.stream, rows, false)?;
         run.stream.synchronize()?;
-        let (gs, gi, gc): (Vec<f32>, Vec<i32>, Vec<i32>) = (scores.read(0, rows * blocks)?, ids.read(0, rows * want)?, counts.read(0, rows)?);
+        let (gs, gi, gc): (Vec<f32>, Vec<i32>, Vec<i32>) =
+            (scores.read(0, rows * blocks)?, ids.read(0, rows * want)?, counts.read(0, rows)?);
         let (mut worst, mut bad) = (0f64, 0usize);
         for r in 0..rows {
             let n = (pos[r] as usize + 1) / ratio;
@@ -57,19 +88,26 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                     mag += a;
                 }
                 let scale = 128f64.powf(-0.5);
-                let e = (f64::from(gs[r * blocks + b]) - s * scale).abs() / (mag * scale * 128.0 * 2f64.powi(-24) + 1e-30);
+                let e = (f64::from(gs[r * blocks + b]) - s * scale).abs()
+                    / (mag * scale * 128.0 * 2f64.powi(-24) + 1e-30);
                 worst = worst.max(if e.is_finite() { e } else { f64::INFINITY });
             }
             // The selection is judged on the kernel's own scores: it must be exact given them.
             let mut w = best(&gs[r * blocks..][..n], want);
             w.sort_unstable();
-            bad += usize::from(gc[r] as usize != w.len()) + w.iter().enumerate().filter(|(i, id)| gi[r * want + i] != **id as i32).count();
+            bad += usize::from(gc[r] as usize != w.len())
+                + w.iter().enumerate().filter(|(i, id)| gi[r * want + i] != **id as i32).count();
         }
         run.check("qsa_score", format!("{blocks} blocks, 128 * 2^-24 of sum |q k|"), worst, false);
         run.check("qsa_select", format!("{blocks} blocks: ids"), bad as f64, true);
         if run.bench && blocks >= 2500 {
             let us = run.time(1, |_| go(&run.stream, 1, true))?;
-            run.timed("qsa", format!("score and select, {blocks} blocks, 1 row (keys in L2)"), us, blocks * 256);
+            run.timed(
+                "qsa",
+                format!("score and select, {blocks} blocks, 1 row (keys in L2)"),
+                us,
+                blocks * 256,
+            );
         }
     }
     // All scores zero but a few: the cut falls among ties.
@@ -84,9 +122,15 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         let chunks = n.div_ceil(4096);
         let cand = run.dev.alloc(chunks * want * 4)?;
         let (k, k0) = (run.dev.kernel("qsa_select", 0)?, run.dev.kernel("qsa_chunk", 0)?);
-        let a = crate::driver::Args::new().ptr(ds.ptr()).ptr(dp.ptr()).ptr(cand.ptr()).ints(&[ratio, want, n]);
+        let a =
+            crate::driver::Args::new().ptr(ds.ptr()).ptr(dp.ptr()).ptr(cand.ptr()).ints(&[ratio, want, n]);
         run.stream.launch(&k0, [chunks as u32, 1, 1], 1024, false, &a)?;
-        let a = crate::driver::Args::new().ptr(ds.ptr()).ptr(dp.ptr()).ptr(cand.ptr()).ptr(ids.ptr()).ptr(counts.ptr());
+        let a = crate::driver::Args::new()
+            .ptr(ds.ptr())
+            .ptr(dp.ptr())
+            .ptr(cand.ptr())
+            .ptr(ids.ptr())
+            .ptr(counts.ptr());
         run.stream.launch(&k, [1, 1, 1], 1024, false, &a.ints(&[ratio, want, n, want, chunks]))?;
         run.stream.synchronize()?;
         let gi: Vec<i32> = ids.read(0, want)?;
@@ -95,7 +139,9 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         let bad = w.iter().enumerate().filter(|(i, id)| gi[*i] != **id as i32).count();
         run.check("qsa_select", format!("{n} blocks, cut among zeros"), bad as f64, true);
     }
-    for (n, want, rows) in [(248_320usize, 64usize, 3usize), (248_320, 1, 4), (131_072, 256, 1), (300, 64, 2), (40, 64, 1)] {
+    for (n, want, rows) in
+        [(248_320usize, 64usize, 3usize), (248_320, 1, 4), (131_072, 256, 1), (300, 64, 2), (40, 64, 1)]
+    {
         let c = Candidates::new(&run.dev, want)?;
         let pitch = n + 3;
         let mut l = run.rng.f32(rows * pitch, 3.0);
@@ -119,7 +165,9 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         }
         run.check("candidates", format!("{want} of {n}, {rows} rows"), bad as f64, true);
         if run.bench && n == 248_320 {
-            let us = run.time(1, |_| c.launch(&run.stream, dl.ptr(), n, pitch, 1, scratch.ptr(), v.ptr(), ids.ptr(), true))?;
+            let us = run.time(1, |_| {
+                c.launch(&run.stream, dl.ptr(), n, pitch, 1, scratch.ptr(), v.ptr(), ids.ptr(), true)
+            })?;
             run.timed("candidates", format!("{want} of {n}, 1 row (logits in L2)"), us, n * 4);
         }
     }

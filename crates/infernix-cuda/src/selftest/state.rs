@@ -29,7 +29,11 @@ fn reference(l: &Lane<'_>, keep: usize) -> (Vec<f64>, Vec<f32>) {
             let mut s = 0f64;
             for j in 0..4 {
                 let p = t as i64 - 3 + j as i64;
-                let v = if p >= 0 { bf16(l.y[p as usize * c + ch]) } else { bf16(l.conv[(p + 3) as usize * c + ch]) };
+                let v = if p >= 0 {
+                    bf16(l.y[p as usize * c + ch])
+                } else {
+                    bf16(l.conv[(p + 3) as usize * c + ch])
+                };
                 s += f64::from(bf16(l.w[ch * 4 + j])) * f64::from(v);
             }
             u[t * c + ch] = f64::from(rbf(silu(s) as f32));
@@ -152,9 +156,20 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
             };
             let (ro, rs) = reference(&l, kept);
             let e = l2(go[from * nv * 128..].iter().map(|w| f64::from(bf16(*w))), ro.iter().copied());
-            run.check("gdn_step o", format!("{nk}/{nv} heads, lane {lane} of {n} columns, relative L2 4e-3"), e / 4e-3, false);
-            let e = l2(gs[slot * nv * 16384..].iter().map(|v| f64::from(*v)), rs.iter().map(|v| f64::from(*v)));
-            run.check("gdn_step state", format!("{nk}/{nv} heads, lane {lane} after {kept}, relative L2 3e-4"), e / 3e-4, false);
+            run.check(
+                "gdn_step o",
+                format!("{nk}/{nv} heads, lane {lane} of {n} columns, relative L2 4e-3"),
+                e / 4e-3,
+                false,
+            );
+            let e =
+                l2(gs[slot * nv * 16384..].iter().map(|v| f64::from(*v)), rs.iter().map(|v| f64::from(*v)));
+            run.check(
+                "gdn_step state",
+                format!("{nk}/{nv} heads, lane {lane} after {kept}, relative L2 3e-4"),
+                e / 3e-4,
+                false,
+            );
         }
         // One column at a time, state written each time, must give the bits of the call of five.
         let ds2 = run.dev.upload(&state)?;
@@ -189,16 +204,29 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         }
         let g2: Vec<f32> = ds2.read(nv * 16384 * 4, nv * 16384)?;
         unequal += (0..nv * 16384).filter(|i| g2[*i].to_bits() != gs[nv * 16384 + i].to_bits()).count();
-        run.check("gdn_step", format!("{nk}/{nv} heads: columns one by one equal a call of seven"), unequal as f64, true);
+        run.check(
+            "gdn_step",
+            format!("{nk}/{nv} heads: columns one by one equal a call of seven"),
+            unequal as f64,
+            true,
+        );
         if run.bench && nv >= 32 {
             let bytes = nv * 16384 * 8;
             let copies = run.copies(bytes);
-            let states: Vec<_> = (0..copies).map(|_| run.dev.upload(&state[..nv * 16384])).collect::<Result<_>>()?;
+            let states: Vec<_> =
+                (0..copies).map(|_| run.dev.upload(&state[..nv * 16384])).collect::<Result<_>>()?;
             for n in [1usize, 4] {
                 let f = run.dev.upload(&[0i32, n as i32])?;
                 let kp = run.dev.upload(&[n as i32])?;
                 let us = run.time(copies, |i| {
-                    let a = GdnArgs { state: states[i].ptr(), first: f.ptr(), write_after: kp.ptr(), slots: 0, lanes: 1, ..args };
+                    let a = GdnArgs {
+                        state: states[i].ptr(),
+                        first: f.ptr(),
+                        write_after: kp.ptr(),
+                        slots: 0,
+                        lanes: 1,
+                        ..args
+                    };
                     step.launch(&run.stream, &a, true)
                 })?;
                 run.timed("gdn_step", format!("{nk}/{nv} heads, {n} columns"), us, bytes);
