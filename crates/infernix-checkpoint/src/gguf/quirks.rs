@@ -30,6 +30,14 @@ pub(super) fn find(gguf: &Gguf) -> Result<Vec<String>, CheckpointError> {
     Ok(out)
 }
 
+/// At most eight numbers, then a count.
+fn some(numbers: &[u64]) -> String {
+    match numbers.len() {
+        0..=8 => format!("{numbers:?}"),
+        n => format!("{:?} and {} more", &numbers[..8], n - 8),
+    }
+}
+
 /// Numbers of the blocks that have a tensor `blk.N.` + `suffix`.
 fn blocks_with(gguf: &Gguf, suffix: &str) -> BTreeSet<u64> {
     let number =
@@ -50,7 +58,7 @@ fn selection(gguf: &Gguf, out: &mut Vec<String>) -> Result<(), CheckpointError> 
         blocks_with(gguf, "indexer.q_proj.weight").into_iter().filter(|n| *n < layers).collect();
     let off: Vec<u64> = indexed.iter().copied().filter(|n| ratio(*n) == 0).collect();
     if !off.is_empty() {
-        let which = if off.len() == indexed.len() { "all".to_owned() } else { format!("{off:?}") };
+        let which = if off.len() == indexed.len() { "all".to_owned() } else { some(&off) };
         out.push(format!(
             "sparse attention is switched off: {key} is 0 for {which} of the {} layers that have an indexer. This is a fault of \
              the converter (it loses the layer types with transformers 5.23), the model was trained with selection; take the \
@@ -58,11 +66,13 @@ fn selection(gguf: &Gguf, out: &mut Vec<String>) -> Result<(), CheckpointError> 
             indexed.len()
         ));
     }
-    let without: Vec<usize> = (0..ratios.len().min(layers as usize))
-        .filter(|n| ratios[*n] != 0 && !indexed.contains(&(*n as u64)))
-        .collect();
+    let without: Vec<u64> =
+        (0..layers.min(ratios.len() as u64)).filter(|n| ratio(*n) != 0 && !indexed.contains(n)).collect();
     if !without.is_empty() {
-        out.push(format!("{key} asks for selection in layers {without:?}, which have no indexer tensors"));
+        out.push(format!(
+            "{key} asks for selection in layers {}, which have no indexer tensors",
+            some(&without)
+        ));
     }
     Ok(())
 }
@@ -103,10 +113,10 @@ fn blocks(gguf: &Gguf, architecture: Architecture, out: &mut Vec<String>) -> Res
     let key = format!("{name}.attention.recurrent_layers");
     let Some(recurrent) = gguf.list(&key, "truth values", super::Value::boolean)? else { return Ok(()) };
     let gdn = blocks_with(gguf, "ssm_conv1d.weight");
-    let wrong: Vec<usize> =
-        (0..recurrent.len()).filter(|n| recurrent[*n] != gdn.contains(&(*n as u64))).collect();
+    let wrong: Vec<u64> =
+        (0..).zip(&recurrent).filter(|(n, r)| **r != gdn.contains(n)).map(|(n, _)| n).collect();
     if !wrong.is_empty() {
-        out.push(format!("{key} disagrees with the tensors of blocks {wrong:?}; the tensors decide"));
+        out.push(format!("{key} disagrees with the tensors of blocks {}; the tensors decide", some(&wrong)));
     }
     Ok(())
 }

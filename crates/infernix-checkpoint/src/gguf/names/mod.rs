@@ -214,11 +214,7 @@ fn apply(g: &Geometry, rule: &Rule, name: &str, shape: &[u64], source: String) -
             source_shape.insert(0, 1);
         }
         // The other part's size is not known here; `map` puts both together.
-        Form::IndexerQuery => {
-            rank(2)?;
-            fill = Some(Slice { axis: 0, range: 0..shape[0] });
-        }
-        Form::IndexerKey => {
+        Form::IndexerQuery | Form::IndexerKey => {
             rank(2)?;
             fill = Some(Slice { axis: 0, range: 0..shape[0] });
         }

@@ -23,7 +23,8 @@ pub enum Scope {
 pub enum Values {
     /// Nothing.
     Same,
-    /// 1 + w is stored, for a norm weight w. The difference is exact for |w| >= 2^-16, where 1 + w lost nothing.
+    /// 1 + w is stored, for a norm weight w of BF16. The difference is w for |w| >= 2^-16; of smaller weights the
+    /// converter's addition lost bits, so that only 1 + w is the same F32 number.
     OnePlus,
     /// -exp(a) is stored, for a = A_log. Rounded to BF16, ln(-x) is the source's word.
     NegativeExp,
