@@ -217,14 +217,9 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// Role that any rule for this class names, before the scheme is known.
-    pub(crate) fn role(&self, p: &Parameter) -> Option<&'a str> {
-        let rules = &self.options.recipe.rules;
-        rules
-            .iter()
-            .rev()
-            .find(|r| r.schemes.is_empty() && r.covers(p.class, p.component, p.layer, "bf16"))
-            .and_then(|r| r.role.as_deref())
+    /// The source role that the recipe names for a parameter.
+    fn role(&self, p: &Parameter) -> Option<&'a str> {
+        self.options.recipe.role(p.class, p.component, p.layer)
     }
 
     fn place(&mut self, p: &Parameter) -> Result<(), ConvertError> {

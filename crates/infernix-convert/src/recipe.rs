@@ -231,17 +231,25 @@ impl Recipe {
     pub fn load(name_or_path: &str) -> Result<Self, ConvertError> {
         let is_path = name_or_path.ends_with(".toml") || name_or_path.contains(['/', '\\']);
         if !is_path {
-            let text = built_in_text(name_or_path).ok_or_else(|| ConvertError::UnknownRecipe {
-                name: name_or_path.to_owned(),
-                known: Self::built_in().iter().map(|r| r.0).collect::<Vec<_>>().join(", "),
-            })?;
-            return Self::parse(name_or_path, text, &Origin::BuiltIn);
+            return Self::load_built_in(name_or_path);
         }
         let path = Path::new(name_or_path);
         let text = read_recipe(path)?;
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or("recipe").to_owned();
         let folder = path.parent().map(Path::to_owned).unwrap_or_default();
         Self::parse(&stem, &text, &Origin::Folder(folder))
+    }
+
+    /// A built-in recipe by name; never looks at the disk, so the name may come from an untrusted file.
+    ///
+    /// # Errors
+    /// No such recipe.
+    pub fn load_built_in(name: &str) -> Result<Self, ConvertError> {
+        let text = built_in_text(name).ok_or_else(|| ConvertError::UnknownRecipe {
+            name: name.to_owned(),
+            known: Self::built_in().iter().map(|r| r.0).collect::<Vec<_>>().join(", "),
+        })?;
+        Self::parse(name, text, &Origin::BuiltIn)
     }
 
     /// Parses recipe text whose includes may only be built-in recipes.
@@ -361,6 +369,15 @@ impl Recipe {
         scheme: &str,
     ) -> Option<&Rule> {
         self.rules.iter().rev().find(|r| r.covers(class, component, layer, scheme))
+    }
+
+    /// The source role that the rules for a parameter name, which is needed before its scheme is known.
+    #[must_use]
+    pub fn role(&self, class: Class, component: Component, layer: Option<usize>) -> Option<&str> {
+        let mut rules = self.rules.iter().rev();
+        rules
+            .find(|r| r.schemes.is_empty() && r.covers(class, component, layer, ""))
+            .and_then(|r| r.role.as_deref())
     }
 
     /// Checks every selector against the classes that an architecture has.

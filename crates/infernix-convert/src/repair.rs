@@ -137,7 +137,7 @@ fn replan(options: &RepairOptions, artifact: &Artifact) -> Result<Plan, ConvertE
     let text = |key: &str| provenance.get(key).and_then(|v| v.as_str()).map(str::to_owned);
     let recipe = match &options.recipe {
         Some(recipe) => recipe.clone(),
-        None => Recipe::load(&text("recipe").ok_or_else(|| fail("names no recipe".into()))?)?,
+        None => Recipe::load_built_in(&text("recipe").ok_or_else(|| fail("names no recipe".into()))?)?,
     };
     let digest: String = recipe.digest.iter().map(|b| format!("{b:02x}")).collect();
     if text("recipe_blake3").is_some_and(|recorded| recorded != digest) {

@@ -15,6 +15,7 @@ use crate::experts::{ExpertSource, matrix_name};
 use crate::group::rows_of;
 use crate::ngram::NgramPlan;
 use crate::plan::{Content, view_rows};
+use crate::recipe::Recipe;
 use crate::resources::RESOURCES;
 use crate::sources::WeightRef;
 
@@ -146,6 +147,7 @@ pub(crate) fn build(context: &Context<'_>) -> Result<Map, ConvertError> {
         runs: BTreeMap::new(),
         expected: BTreeSet::new(),
         map: Map::default(),
+        recipe: recorded_recipe(directory),
     };
     b.config(&config);
     let components: Vec<Component> = [Component::Text, Component::Mtp, Component::Vision]
@@ -185,6 +187,16 @@ struct Builder<'a> {
     runs: BTreeMap<usize, Vec<Run>>,
     expected: BTreeSet<String>,
     map: Map,
+    /// The recipe that the artifact names, for the roles of its sources alone.
+    recipe: Option<Recipe>,
+}
+
+/// The built-in recipe that made an artifact; `None` for any other.
+fn recorded_recipe(directory: &Directory) -> Option<Recipe> {
+    let provenance = directory.provenance.as_ref()?;
+    let recipe = Recipe::load_built_in(provenance.get("recipe")?.as_str()?).ok()?;
+    let digest: String = recipe.digest.iter().map(|b| format!("{b:02x}")).collect();
+    (provenance.get("recipe_blake3")?.as_str()? == digest).then_some(recipe)
 }
 
 impl Builder<'_> {
@@ -252,6 +264,10 @@ impl Builder<'_> {
         Some(parts)
     }
 
+    fn role(&self, p: &Parameter) -> Option<String> {
+        self.recipe.as_ref().and_then(|r| r.role(p.class, p.component, p.layer)).map(str::to_owned)
+    }
+
     fn target(&mut self, p: &Parameter, name: &str, matrices: u64) -> usize {
         self.map.targets.push(Target {
             parameter: name.to_owned(),
@@ -295,11 +311,13 @@ impl Builder<'_> {
 
     fn parameter(&mut self, p: &Parameter, config: &ModelConfig) -> Result<(), ConvertError> {
         let sources = self.context.sources;
+        let role = self.role(p);
+        let role = role.as_deref();
         let gone = |name: &str| ConvertError::MissingTensors { count: 1, names: name.to_owned() };
         match &p.source {
             Source::Tensor { name, shape, rows } => {
                 let (source, weight) =
-                    sources.locate(name, p.component, None, false)?.ok_or_else(|| gone(name))?;
+                    sources.locate(name, p.component, role, false)?.ok_or_else(|| gone(name))?;
                 if weight.shape() != &shape[..] {
                     let info = weight.planes().weight;
                     let (file, tensor) = (sources.file_of(source, info), info.name.to_string());
@@ -319,14 +337,14 @@ impl Builder<'_> {
             }
             Source::Experts { prefix } => {
                 let mut missing = Vec::new();
-                let found = ExpertSource::find(sources, p, prefix, None, &mut missing)?;
+                let found = ExpertSource::find(sources, p, prefix, role, &mut missing)?;
                 let Some(experts) = found.filter(|_| missing.is_empty()) else {
                     return Err(gone(missing.first().map_or(prefix.as_str(), String::as_str)));
                 };
                 self.experts(p, prefix, &experts);
             }
             Source::ExpertInputScales { prefix } => {
-                let found = ExpertSource::find(sources, p, prefix, None, &mut Vec::new())?;
+                let found = ExpertSource::find(sources, p, prefix, role, &mut Vec::new())?;
                 let Some(experts) = found.filter(|e| e.scheme.has_input_scale()) else { return Ok(()) };
                 let Some(parts) = self.parts(&p.name, p.shape.iter().product()) else { return Ok(()) };
                 match parts[..] {
@@ -339,7 +357,7 @@ impl Builder<'_> {
                 }
             }
             Source::NgramScale { name } => {
-                for source in sources.order(None, p.component, true) {
+                for source in sources.order(role, p.component, true) {
                     let Some(t) = sources.checkpoint(source).get(name).filter(|t| t.is_scalar()) else {
                         continue;
                     };
@@ -354,7 +372,7 @@ impl Builder<'_> {
             }
             Source::NgramTable { .. } => {
                 let mut missing = Vec::new();
-                let table = crate::ngram::plan_table(sources, config, p, None, &mut missing)?;
+                let table = crate::ngram::plan_table(sources, config, p, role, &mut missing)?;
                 if let Some(name) = missing.first() {
                     return Err(gone(name));
                 }
@@ -424,8 +442,10 @@ impl Builder<'_> {
                         .push(format!("use of {}: unexpected auxiliary {object}", one.parameter));
                     continue;
                 };
-                let component = by_name[one.parameter.as_str()].component;
-                let Some((source, weight)) = self.context.sources.locate(name, component, None, false)?
+                let p = by_name[one.parameter.as_str()];
+                let role = self.role(p);
+                let Some((source, weight)) =
+                    self.context.sources.locate(name, p.component, role.as_deref(), false)?
                 else {
                     continue;
                 };
@@ -438,7 +458,8 @@ impl Builder<'_> {
         // Every scale of the checkpoint must have been kept.
         for p in &list {
             if let Source::Tensor { name, .. } = &p.source
-                && let Some((_, weight)) = self.context.sources.locate(name, p.component, None, false)?
+                && let Some((_, weight)) =
+                    self.context.sources.locate(name, p.component, self.role(p).as_deref(), false)?
                 && weight.planes().input_scale.is_some()
                 && !scaled.contains(p.name.as_str())
             {

@@ -10,6 +10,7 @@ mod common;
 mod demo;
 mod fixtures;
 mod proof;
+mod recipes;
 mod resume;
 mod sizes;
 mod tensors;
