@@ -1,0 +1,106 @@
+//! What a report says about the machine, and the time of day.
+
+use std::fs;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The processor as the kernel describes it; unknown parts are empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Machine {
+    /// Model name.
+    pub cpu: String,
+    /// Logical processors this process may use.
+    pub cores: usize,
+    /// Instruction sets that the CPU backend dispatches on, as far as present.
+    pub features: Vec<&'static str>,
+    /// Bytes of main memory.
+    pub memory: u64,
+    /// Operating system and kernel version.
+    pub system: String,
+}
+
+impl Machine {
+    /// This machine.
+    pub fn this() -> Machine {
+        let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Machine {
+            cpu: field(&info, "model name").unwrap_or_default().to_owned(),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            features: features(field(&info, "flags").unwrap_or_default()),
+            memory: memory("MemTotal"),
+            system: format!("{} {}", std::env::consts::OS, release.trim()).trim().to_owned(),
+        }
+    }
+}
+
+/// Bytes of memory that could be taken without swapping; 0 where unknown.
+pub fn available_memory() -> u64 {
+    memory("MemAvailable")
+}
+
+fn memory(key: &str) -> u64 {
+    let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib = field(&info, key).and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or(0) << 10
+}
+
+fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+    text.lines().find_map(|l| {
+        let (name, value) = l.split_once(':')?;
+        (name.trim() == key).then(|| value.trim())
+    })
+}
+
+fn features(flags: &str) -> Vec<&'static str> {
+    const KNOWN: [&str; 9] = [
+        "avx2",
+        "fma",
+        "f16c",
+        "avx512f",
+        "avx512bw",
+        "avx512vbmi",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx_bf16",
+    ];
+    KNOWN.into_iter().filter(|k| flags.split_whitespace().any(|f| f == *k)).collect()
+}
+
+/// Seconds since 1970.
+pub fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// `2026-11-30T07:12:00Z`, by the civil-from-days formula for the proleptic Gregorian calendar.
+pub fn utc(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let date = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{date:02}T{:02}:{:02}:{:02}Z", rest / 3600, rest / 60 % 60, rest % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        assert_eq!(utc(0), "1970-01-01T00:00:00Z");
+        assert_eq!(utc(951_782_400), "2000-02-29T00:00:00Z");
+        assert_eq!(utc(1_709_251_199), "2024-02-29T23:59:59Z");
+        assert_eq!(utc(1_796_022_000), "2026-11-30T07:00:00Z");
+    }
+
+    #[test]
+    fn fields_and_features_come_from_the_kernels_text() {
+        let text = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f avx512_bf16\n";
+        assert_eq!(field(text, "model name"), Some("AMD EPYC"));
+        assert_eq!(features(field(text, "flags").unwrap()), ["avx2", "avx512f", "avx512_bf16"]);
+        assert_eq!(field(text, "nothing"), None);
+    }
+}

@@ -1,0 +1,367 @@
+//! Reports: a Markdown table, CSV and JSON with llama-bench's names, and our own document.
+
+use super::bytes::ModelBytes;
+use super::machine::{Machine, utc};
+use super::timed::Cost;
+use super::{Measured, Settings};
+use serde_json::{Map, Value, json};
+use std::fmt::Write as _;
+
+/// Version of [`document`].
+pub const SCHEMA_VERSION: u32 = 1;
+
+/// What was measured, beside the tests.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    /// The command line.
+    pub command: String,
+    /// File name of the model, or the name of a synthetic geometry.
+    pub model: String,
+    /// Architecture and format, as `qwen3_5 q4_g64_fp16`.
+    pub model_type: String,
+    /// Whether its weights are random.
+    pub synthetic: bool,
+    /// Sizes of its weights.
+    pub bytes: ModelBytes,
+    /// Backend by name.
+    pub backend: String,
+    /// Decode threads.
+    pub threads: usize,
+    /// Prefill threads.
+    pub threads_batch: usize,
+    /// Activation policy as on the command line.
+    pub activations: String,
+    /// KV format.
+    pub kv: String,
+    /// Seconds from start to a loaded model.
+    pub load_seconds: f64,
+    /// The machine.
+    pub machine: Machine,
+    /// Measured read bandwidth in bytes per second, with as many threads as decode has.
+    pub read_limit: Option<f64>,
+}
+
+/// Where the time of one test went.
+#[derive(Clone, Debug)]
+pub struct Breakdown {
+    /// Label of the test.
+    pub test: String,
+    /// Seconds it took.
+    pub seconds: f64,
+    /// Operations, most time first.
+    pub operations: Vec<(String, Cost)>,
+}
+
+impl Subject {
+    /// Rate at which decode reads weights, as a share of the measured limit; only for generation alone.
+    pub fn share_of_limit(&self, m: &Measured) -> Option<f64> {
+        let limit = self.read_limit?;
+        (m.test.prompt == 0).then(|| m.rate.best * self.bytes.bytes_per_token as f64 / limit)
+    }
+}
+
+/// The table of llama-bench, with the share of the bandwidth limit where it is known.
+pub fn markdown(s: &Subject, tests: &[Measured]) -> String {
+    let mut rows = vec![vec![
+        "model".to_owned(),
+        "size".into(),
+        "params".into(),
+        "backend".into(),
+        "threads".into(),
+        "test".into(),
+        "t/s".into(),
+        "best t/s".into(),
+        "of limit".into(),
+    ]];
+    for m in tests {
+        let share = s.share_of_limit(m).map_or(String::new(), |x| format!("{:.0} %", 100.0 * x));
+        rows.push(vec![
+            s.model_type.clone(),
+            format!("{:.2} MiB", s.bytes.bytes as f64 / f64::from(1 << 20)),
+            format!("{:.2} M", s.bytes.parameters as f64 / 1e6),
+            s.backend.clone(),
+            if m.test.generate == 0 { s.threads_batch } else { s.threads }.to_string(),
+            m.test.label(),
+            format!("{:.2} ± {:.2}", m.rate.mean, m.rate.sd),
+            format!("{:.2}", m.rate.best),
+            share,
+        ]);
+    }
+    let right = [false, true, true, false, true, true, true, true, true];
+    let mut out = table(&rows, &right);
+    if let Some(limit) = s.read_limit {
+        let _ = writeln!(
+            out,
+            "\nread limit: {:.1} GB/s with {} threads, measured in this run; decode reads {:.1} MB of weights a token{}",
+            limit / 1e9,
+            s.threads,
+            s.bytes.bytes_per_token as f64 / 1e6,
+            if s.synthetic { "; synthetic weights" } else { "" },
+        );
+    }
+    out
+}
+
+/// Where the time went, as a table; `read_limit` in bytes per second.
+pub fn breakdown_markdown(b: &Breakdown, read_limit: Option<f64>) -> String {
+    let mut rows = vec![vec![
+        format!("{} ({:.2} ms)", b.test, b.seconds * 1e3),
+        "calls".into(),
+        "time".into(),
+        "share".into(),
+        "MB".into(),
+        "GB/s".into(),
+        "of limit".into(),
+        "Gop/s".into(),
+    ]];
+    for (name, c) in &b.operations {
+        let seconds = c.time.as_secs_f64();
+        let rate = |n: u64| if n == 0 || seconds == 0.0 { None } else { Some(n as f64 / seconds) };
+        let cell = |v: Option<f64>, digits| v.map_or(String::new(), |v| format!("{v:.digits$}"));
+        rows.push(vec![
+            name.clone(),
+            c.calls.to_string(),
+            format!("{:.3} ms", seconds * 1e3),
+            format!("{:.1} %", 100.0 * seconds / b.seconds.max(1e-9)),
+            if c.bytes == 0 { String::new() } else { format!("{:.2}", c.bytes as f64 / 1e6) },
+            cell(rate(c.bytes).map(|r| r / 1e9), 2),
+            cell(rate(c.bytes).zip(read_limit).map(|(r, l)| 100.0 * r / l), 0),
+            cell(rate(c.operations).map(|r| r / 1e9), 1),
+        ]);
+    }
+    table(&rows, &[false, true, true, true, true, true, true, true])
+}
+
+fn table(rows: &[Vec<String>], right: &[bool]) -> String {
+    let width = |c: usize| rows.iter().map(|r| r[c].chars().count()).max().unwrap_or(0).max(3);
+    let widths: Vec<usize> = (0..right.len()).map(width).collect();
+    let mut out = String::new();
+    for (i, row) in rows.iter().enumerate() {
+        for (c, cell) in row.iter().enumerate() {
+            let pad = " ".repeat(widths[c] - cell.chars().count());
+            let _ = if right[c] { write!(out, "| {pad}{cell} ") } else { write!(out, "| {cell}{pad} ") };
+        }
+        out.push_str("|\n");
+        if i == 0 {
+            for (w, r) in widths.iter().zip(right) {
+                let dashes = "-".repeat(w + 1);
+                let _ = if *r { write!(out, "| {dashes}:") } else { write!(out, "| {dashes} ") };
+            }
+            out = out.replace("| -", "|-").replace("- |", "-|");
+            out.push_str("|\n");
+        }
+    }
+    out
+}
+
+/// One object of llama-bench's JSON. Keys that have no meaning here are left out, not filled.
+pub fn llama_object(s: &Subject, settings: Settings, m: &Measured) -> Value {
+    let time = m.time();
+    json!({
+        "build_version": env!("CARGO_PKG_VERSION"),
+        "cpu_info": s.machine.cpu,
+        "backends": s.backend,
+        "model_filename": s.model,
+        "model_type": s.model_type,
+        "model_size": s.bytes.bytes,
+        "model_n_params": s.bytes.parameters,
+        "n_batch": settings.prefill_chunk,
+        "n_ubatch": settings.prefill_chunk,
+        "n_threads": s.threads,
+        "type_k": s.kv,
+        "type_v": s.kv,
+        "n_prompt": m.test.prompt,
+        "n_gen": m.test.generate,
+        "n_depth": m.test.depth,
+        "test_time": utc(m.started),
+        "avg_ns": time.mean.round() as u64,
+        "stddev_ns": time.sd.round() as u64,
+        "avg_ts": m.rate.mean,
+        "stddev_ts": m.rate.sd,
+        "samples_ns": m.nanoseconds,
+        "samples_ts": m.rates(),
+    })
+}
+
+/// A header and one line a test, without the sample lists, as llama-bench prints CSV.
+pub fn csv(s: &Subject, settings: Settings, tests: &[Measured]) -> String {
+    let mut out = String::new();
+    for (i, m) in tests.iter().enumerate() {
+        let object = llama_object(s, settings, m);
+        let fields: Vec<(&String, &Value)> =
+            object.as_object().into_iter().flatten().filter(|(_, v)| !v.is_array()).collect();
+        if i == 0 {
+            out.push_str(&fields.iter().map(|f| f.0.as_str()).collect::<Vec<_>>().join(","));
+            out.push('\n');
+        }
+        let cell = |v: &Value| {
+            let text = v.as_str().map_or_else(|| v.to_string(), str::to_owned);
+            format!("\"{}\"", text.replace('"', "\"\""))
+        };
+        out.push_str(&fields.iter().map(|f| cell(f.1)).collect::<Vec<_>>().join(","));
+        out.push('\n');
+    }
+    out
+}
+
+/// Our own document.
+pub fn document(s: &Subject, settings: Settings, tests: &[Measured], breakdowns: &[Breakdown]) -> Value {
+    let limit = s.read_limit;
+    let mut tests_json = Vec::new();
+    for m in tests {
+        let rounds = m.test.generate;
+        let mut t = Map::new();
+        t.insert("label".into(), json!(m.test.label()));
+        t.insert("n_prompt".into(), json!(m.test.prompt));
+        t.insert("n_gen".into(), json!(m.test.generate));
+        t.insert("n_depth".into(), json!(m.test.depth));
+        t.insert("started".into(), json!(utc(m.started)));
+        t.insert("tok_s_mean".into(), json!(m.rate.mean));
+        t.insert("tok_s_stddev".into(), json!(m.rate.sd));
+        t.insert("tok_s_best".into(), json!(m.rate.best));
+        t.insert("seconds".into(), json!(m.nanoseconds.iter().map(|n| *n as f64 / 1e9).collect::<Vec<_>>()));
+        t.insert("tok_s".into(), json!(m.rates()));
+        if m.test.prompt == 0 {
+            // One token a round: nothing drafts here.
+            t.insert("rounds".into(), json!(rounds));
+            t.insert("rounds_per_s_mean".into(), json!(m.rate.mean));
+            t.insert("tokens_per_round".into(), json!(1.0));
+            let rate = m.rate.best * s.bytes.bytes_per_token as f64;
+            t.insert("weight_bytes_per_s_best".into(), json!(rate));
+            t.insert("share_of_read_limit".into(), json!(s.share_of_limit(m)));
+        }
+        tests_json.push(Value::Object(t));
+    }
+    let breakdown: Vec<Value> = breakdowns
+        .iter()
+        .map(|b| {
+            let operations: Vec<Value> = b
+                .operations
+                .iter()
+                .map(|(name, c)| {
+                    let seconds = c.time.as_secs_f64();
+                    let share = limit.filter(|_| c.bytes > 0 && seconds > 0.0).map(|l| c.bytes as f64 / seconds / l);
+                    json!({
+                        "operation": name,
+                        "calls": c.calls,
+                        "seconds": seconds,
+                        "share_of_time": seconds / b.seconds.max(1e-9),
+                        "weight_bytes": c.bytes,
+                        "operations": c.operations,
+                        "share_of_read_limit": share,
+                    })
+                })
+                .collect();
+            json!({ "test": b.test, "seconds": b.seconds, "operations": operations })
+        })
+        .collect();
+    json!({
+        "schema_version": SCHEMA_VERSION,
+        "kind": "infernix_bench",
+        "command": s.command,
+        "version": env!("CARGO_PKG_VERSION"),
+        "machine": {
+            "cpu": s.machine.cpu,
+            "cores": s.machine.cores,
+            "features": s.machine.features,
+            "memory_bytes": s.machine.memory,
+            "system": s.machine.system,
+            "read_bytes_per_s": limit,
+        },
+        "model": {
+            "name": s.model,
+            "type": s.model_type,
+            "synthetic": s.synthetic,
+            "parameters": s.bytes.parameters,
+            "weight_bytes": s.bytes.bytes,
+            "weight_bytes_per_token": s.bytes.bytes_per_token,
+            "load_seconds": s.load_seconds,
+        },
+        "config": {
+            "backend": s.backend,
+            "threads": s.threads,
+            "threads_batch": s.threads_batch,
+            "activations": s.activations,
+            "kv_dtype": s.kv,
+            "prefill_chunk": settings.prefill_chunk,
+            "repetitions": settings.repetitions,
+            "warm_up": settings.warm_up,
+            "seed": settings.seed,
+        },
+        "tests": tests_json,
+        "breakdown": breakdown,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Test;
+    use super::*;
+    use std::time::Duration;
+
+    fn subject() -> Subject {
+        Subject {
+            command: "infernix bench".into(),
+            model: "m.infernix".into(),
+            model_type: "qwen3_5 \"q4\"".into(),
+            synthetic: true,
+            bytes: ModelBytes { parameters: 600_000_000, bytes: 320 << 20, bytes_per_token: 300_000_000 },
+            backend: "cpu".into(),
+            threads: 2,
+            threads_batch: 4,
+            activations: "artifact".into(),
+            kv: "bf16".into(),
+            load_seconds: 0.5,
+            machine: Machine::default(),
+            read_limit: Some(20e9),
+        }
+    }
+
+    fn measured(prompt: usize, generate: usize) -> Measured {
+        Measured::new(Test { prompt, generate, depth: 0 }, 0, vec![1_000_000_000, 2_000_000_000])
+    }
+
+    const SETTINGS: Settings = Settings { repetitions: 2, prefill_chunk: 512, warm_up: true, seed: 1 };
+
+    #[test]
+    fn rows_show_mean_deviation_and_share_of_the_limit() {
+        let text = markdown(&subject(), &[measured(512, 0), measured(0, 50)]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[1].starts_with("|-") && lines[1].ends_with(":|"), "{text}");
+        assert!(lines[2].contains("pp512") && lines[2].contains("384.00 ± 181.02"), "{text}");
+        // 50 tokens/s best x 300 MB = 15 GB/s of 20.
+        assert!(lines[3].contains("tg50") && lines[3].contains("75 %"), "{text}");
+        assert!(lines.iter().take(4).all(|l| l.chars().count() == lines[0].chars().count()), "{text}");
+    }
+
+    #[test]
+    fn objects_have_llama_benchs_names_and_csv_quotes() {
+        let m = measured(0, 50);
+        let o = llama_object(&subject(), SETTINGS, &m);
+        for key in ["model_n_params", "n_gen", "avg_ts", "stddev_ts", "samples_ns", "test_time"] {
+            assert!(!o[key].is_null(), "{key}");
+        }
+        assert_eq!(o["avg_ns"], 1_500_000_000u64);
+        assert_eq!(o["samples_ts"], json!([50.0, 25.0]));
+        let text = csv(&subject(), SETTINGS, &[m]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0].split(',').count(), lines[1].split(",\"").count());
+        assert!(lines[1].contains("\"qwen3_5 \"\"q4\"\"\""));
+    }
+
+    #[test]
+    fn the_document_names_its_schema_and_shares() {
+        let cost = Cost {
+            calls: 1,
+            time: Duration::from_millis(10),
+            bytes: 100_000_000,
+            operations: 4,
+        };
+        let b = Breakdown { test: "tg1".into(), seconds: 0.02, operations: vec![("linear Head".into(), cost)] };
+        let d = document(&subject(), SETTINGS, &[measured(0, 50)], std::slice::from_ref(&b));
+        assert_eq!(d["schema_version"], SCHEMA_VERSION);
+        assert_eq!(d["tests"][0]["share_of_read_limit"], 0.75);
+        assert_eq!(d["breakdown"][0]["operations"][0]["share_of_read_limit"], 0.5);
+        assert!(breakdown_markdown(&b, Some(20e9)).contains("linear Head"));
+    }
+}

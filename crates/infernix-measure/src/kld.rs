@@ -1,0 +1,509 @@
+//! The comparison: reference and models under test, chunk by chunk. Of a row only its score is kept; of a chunk's
+//! vocabulary rows, one chunk's worth of the reference at 2 bytes a logit.
+
+use crate::bootstrap::{RESAMPLES, SEED};
+use crate::corpus::Chunks;
+use crate::error::{MeasureError, Result};
+use crate::llama::{BaseFile, BaseHeader, BaseWriter, CodedRow, check};
+use crate::reference::{ReferenceFile, ReferenceHeader, ReferenceWriter, StoredRow, TOP_K};
+use crate::report::KldReport;
+use crate::row::{Logits, RowScore, score_against_log_probs, score_log_probs};
+use crate::source::{Call, LogitsSource, Path as Reading};
+use crate::state::State;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// How to compare.
+#[derive(Clone, Debug)]
+pub struct KldOptions {
+    /// The text.
+    pub chunks: Chunks,
+    /// Ids a tokenizer can produce; the others are masked.
+    pub valid_vocab: usize,
+    /// llama.cpp's definitions: no rounding of logits, no mask, the reference through 16-bit codes, its cut and precisions.
+    pub llama_compat: bool,
+    /// Resamples of the bootstrap.
+    pub resamples: usize,
+    /// Seed of the bootstrap.
+    pub seed: u64,
+    /// File that keeps scores until the run is complete.
+    pub state: Option<PathBuf>,
+    /// Go on from that file.
+    pub resume: bool,
+    /// Save the reference as our own compressed file.
+    pub save_reference: Option<PathBuf>,
+    /// Ids a saved row keeps.
+    pub top_k: u32,
+    /// Save the reference as llama.cpp's base file.
+    pub save_base: Option<PathBuf>,
+}
+
+impl KldOptions {
+    /// The defaults over a text.
+    pub fn new(chunks: Chunks, valid_vocab: usize) -> Self {
+        Self {
+            chunks,
+            valid_vocab,
+            llama_compat: false,
+            resamples: RESAMPLES,
+            seed: SEED,
+            state: None,
+            resume: false,
+            save_reference: None,
+            top_k: TOP_K,
+            save_base: None,
+        }
+    }
+}
+
+/// What is measured against.
+#[derive(Debug)]
+pub enum Reference {
+    /// One of the sources, by index, reading each chunk as a prompt.
+    Source(usize),
+    /// Our own reference file.
+    Stored(ReferenceFile),
+    /// A llama.cpp base file.
+    Llama(BaseFile),
+}
+
+/// Rows under test.
+#[derive(Debug)]
+pub enum Rows {
+    /// One of the sources, by index, on a path; with every rounding random under a seed if there is one.
+    Source {
+        /// Index into the sources.
+        index: usize,
+        /// How it reads.
+        path: Reading,
+        /// Seed of honest rounding.
+        rounding: Option<u64>,
+    },
+    /// Another reference file.
+    Stored(ReferenceFile),
+    /// A llama.cpp base file.
+    Llama(BaseFile),
+}
+
+/// One model under test. A [`Rows::Source`] with a rounding seed is a run of the yardstick, not an engine.
+#[derive(Debug)]
+pub struct Test {
+    /// Name in the report.
+    pub engine: String,
+    /// Its rows.
+    pub rows: Rows,
+}
+
+impl Test {
+    pub(crate) fn rounding(&self) -> Option<u64> {
+        match self.rows {
+            Rows::Source { rounding, .. } => rounding,
+            _ => None,
+        }
+    }
+
+    pub(crate) fn path(&self) -> &'static str {
+        match &self.rows {
+            Rows::Source { path, .. } => path.name(),
+            _ => "file",
+        }
+    }
+}
+
+/// Values so far, after each chunk.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Running {
+    /// Chunks done.
+    pub done: usize,
+    /// Chunks in all.
+    pub total: usize,
+    /// Seconds since the start.
+    pub seconds: f64,
+    /// Each test's name, mean KLD and share of equal top tokens so far.
+    pub tests: Vec<(String, f64, f64)>,
+}
+
+enum ReferenceRow {
+    Full(Logits),
+    Coded(CodedRow, Vec<f32>),
+    Stored(StoredRow),
+}
+
+/// Runs the comparison. `progress` sees every finished chunk; when `interrupt` becomes true the run stops between
+/// calls, its state on disk if the options name a file for it.
+pub fn kld(
+    options: &KldOptions,
+    sources: &mut [&mut dyn LogitsSource],
+    mut reference: Reference,
+    mut tests: Vec<Test>,
+    progress: &mut dyn FnMut(&Running),
+    interrupt: &AtomicBool,
+) -> Result<KldReport> {
+    let started = Instant::now();
+    let vocab = check_inputs(options, sources, &reference, &tests)?;
+    let chunks = &options.chunks;
+    let per_chunk = chunks.rows().len();
+    let description = describe_reference(sources, &reference);
+    let header = ReferenceHeader {
+        corpus: chunks.corpus.clone(),
+        corpus_blake3: chunks.corpus_blake3.clone(),
+        tokens_blake3: chunks.tokens_blake3(),
+        model: description.clone(),
+        ctx: chunks.ctx as u32,
+        chunks: chunks.count as u32,
+        first_row: chunks.rows().start as u32,
+        rows: per_chunk as u32,
+        vocab: vocab as u32,
+        valid_vocab: options.valid_vocab as u32,
+        top_k: options.top_k.min(options.valid_vocab as u32),
+    };
+    check_files(&header, chunks, &reference, &tests)?;
+
+    let engines: Vec<Value> = tests.iter().map(|t| describe_test(sources, t)).collect();
+    let (mut state, mut done) = match &options.state {
+        Some(path) => {
+            let key = json!({ "reference": header, "tests": engines, "llama_compat": options.llama_compat,
+                "save_reference": options.save_reference.is_some(), "save_base": options.save_base.is_some() });
+            let (state, done) = State::open(path, &key, per_chunk * tests.len(), options.resume)?;
+            (Some(state), done)
+        }
+        None if options.resume => {
+            return Err(MeasureError::Options("resuming needs the file that holds the state".into()));
+        }
+        None => (None, Vec::new()),
+    };
+    done.truncate(chunks.count);
+    let finished = done.len();
+    let mut saved = match &options.save_reference {
+        Some(path) => {
+            crate::files::check_space(path, ReferenceWriter::size(&header)?)?;
+            Some(ReferenceWriter::create(path, header.clone(), finished)?)
+        }
+        None => None,
+    };
+    let mut base = match &options.save_base {
+        Some(path) => {
+            let head = BaseHeader { ctx: header.ctx, vocab: header.vocab, chunks: header.chunks };
+            crate::files::check_space(path, head.bytes())?;
+            Some(BaseWriter::create(path, head, chunks.tokens(), finished)?)
+        }
+        None => None,
+    };
+
+    let mut scores: Vec<Vec<RowScore>> = vec![Vec::new(); tests.len()];
+    for chunk in done {
+        for (own, rows) in scores.iter_mut().zip(chunk.chunks(per_chunk)) {
+            own.extend_from_slice(rows);
+        }
+    }
+    let running = |done: usize, tests: &[Test], scores: &[Vec<RowScore>]| Running {
+        done,
+        total: chunks.count,
+        seconds: started.elapsed().as_secs_f64(),
+        tests: tests
+            .iter()
+            .zip(scores)
+            .map(|(t, s)| (t.engine.clone(), mean(s, |r| r.kld), mean(s, same)))
+            .collect(),
+    };
+    for chunk in finished..chunks.count {
+        let stop = || -> Result<()> {
+            if interrupt.load(Ordering::Relaxed) {
+                let advice =
+                    if options.state.is_some() { "run again with --resume" } else { "no state was kept" };
+                return Err(MeasureError::Interrupted { done: chunk, total: chunks.count, advice });
+            }
+            Ok(())
+        };
+        stop()?;
+        let rows = reference_rows(options, sources, &mut reference, chunk, base.as_mut())?;
+        if let Some(writer) = &mut saved {
+            let k = header.top_k as usize;
+            let stored: Vec<StoredRow> = rows
+                .iter()
+                .enumerate()
+                .filter_map(|(i, r)| match r {
+                    ReferenceRow::Full(l) => Some(StoredRow::new(l, target(chunks, chunk, i) as u32, k)),
+                    _ => None,
+                })
+                .collect();
+            writer.chunk(&stored)?;
+        }
+        if let Some(writer) = &mut base {
+            writer.sync()?;
+        }
+        let mut of_chunk = Vec::with_capacity(per_chunk * tests.len());
+        for (test, own) in tests.iter_mut().zip(&mut scores) {
+            stop()?;
+            let new = test_rows(options, sources, &rows, test, chunk)?;
+            of_chunk.extend_from_slice(&new);
+            own.extend(new);
+        }
+        if let Some(state) = &mut state {
+            state.append(chunk, &of_chunk)?;
+        }
+        progress(&running(chunk + 1, &tests, &scores));
+    }
+    if let Some(writer) = saved {
+        writer.finish()?;
+    }
+    if let Some(writer) = base {
+        writer.finish()?;
+    }
+    let report =
+        KldReport::new(options, &reference, description, &tests, engines, scores, started.elapsed())?;
+    if let Some(state) = state {
+        state.remove()?;
+    }
+    Ok(report)
+}
+
+fn same(r: &RowScore) -> f64 {
+    f64::from(u8::from(r.same_top))
+}
+
+pub(crate) fn mean(rows: &[RowScore], f: impl Fn(&RowScore) -> f64) -> f64 {
+    rows.iter().map(f).sum::<f64>() / rows.len().max(1) as f64
+}
+
+fn target(chunks: &Chunks, chunk: usize, row: usize) -> usize {
+    chunks.chunk(chunk)[chunks.rows().start + row + 1] as usize
+}
+
+/// Refuses combinations that cannot be measured; gives the number of logits per row.
+fn check_inputs(
+    options: &KldOptions,
+    sources: &[&mut dyn LogitsSource],
+    reference: &Reference,
+    tests: &[Test],
+) -> Result<usize> {
+    let refuse = |what: String| Err(MeasureError::Options(what));
+    let source = |i: usize| {
+        sources
+            .get(i)
+            .map(|s| s.vocab())
+            .ok_or_else(|| MeasureError::Options(format!("there is no source {i}")))
+    };
+    let vocab = match reference {
+        Reference::Source(i) => source(*i)?,
+        Reference::Stored(f) => f.header().vocab as usize,
+        Reference::Llama(f) => f.header().vocab as usize,
+    };
+    let valid = options.valid_vocab;
+    if valid == 0 || valid > vocab {
+        return refuse(format!("{valid} valid ids of a vocabulary of {vocab}"));
+    }
+    if let Some(id) = options.chunks.tokens().iter().find(|id| **id as usize >= valid) {
+        return refuse(format!("the text holds token {id}, the model has {valid} ids: not its tokenizer"));
+    }
+    for test in tests {
+        let own = match &test.rows {
+            Rows::Source { index, .. } => source(*index)?,
+            Rows::Stored(f) => f.header().vocab as usize,
+            Rows::Llama(f) => f.header().vocab as usize,
+        };
+        if own != vocab {
+            return refuse(format!("{}: {own} logits a row, the reference has {vocab}", test.engine));
+        }
+        match (reference, &test.rows) {
+            (Reference::Stored(_), Rows::Llama(_)) => {
+                return refuse("a llama.cpp file holds no tail to compare with a top-k reference".into());
+            }
+            (Reference::Source(_) | Reference::Llama(_), Rows::Stored(_)) => {
+                return refuse("a top-k file under test needs a top-k file as the reference".into());
+            }
+            _ => {}
+        }
+    }
+    let stored = matches!(reference, Reference::Stored(_));
+    if options.llama_compat && (stored || options.save_reference.is_some()) {
+        return refuse("llama.cpp's definitions need its 16-bit codes, not a top-k file".into());
+    }
+    let live = matches!(reference, Reference::Source(_));
+    if !live && (options.save_reference.is_some() || options.save_base.is_some()) {
+        return refuse("only a reference that runs can be saved".into());
+    }
+    if options.save_reference.is_some() && options.top_k == 0 {
+        return refuse("a saved reference keeps at least 1 id a row".into());
+    }
+    Ok(vocab)
+}
+
+/// Refuses files made from another text, or with other sizes.
+fn check_files(
+    header: &ReferenceHeader,
+    chunks: &Chunks,
+    reference: &Reference,
+    tests: &[Test],
+) -> Result<()> {
+    let stored = |f: &ReferenceFile| header.must_equal(f.header(), f.path());
+    let llama = |f: &BaseFile| {
+        let h = f.header();
+        let expected = format!("{} of {}", chunks.count, chunks.ctx);
+        let found = format!("{} of {}", h.chunks, h.ctx);
+        let wrong = |what: &str, expected: String, found: String| MeasureError::Mismatch {
+            what: format!("{}: {what}", f.path().display()),
+            expected,
+            found,
+            advice: "measure on the text the file was made from",
+        };
+        if h.ctx as usize != chunks.ctx || (h.chunks as usize) < chunks.count {
+            return Err(wrong("chunks of tokens", expected, found));
+        }
+        match chunks.tokens().iter().zip(f.tokens()).position(|(a, b)| a != b) {
+            Some(i) => {
+                let at = format!("token {} of chunk {}", i % chunks.ctx, i / chunks.ctx);
+                Err(wrong(&at, chunks.tokens()[i].to_string(), f.tokens()[i].to_string()))
+            }
+            None => Ok(()),
+        }
+    };
+    match reference {
+        Reference::Source(_) => {}
+        Reference::Stored(f) => stored(f)?,
+        Reference::Llama(f) => llama(f)?,
+    }
+    for test in tests {
+        match &test.rows {
+            Rows::Source { .. } => {}
+            Rows::Stored(f) => stored(f)?,
+            Rows::Llama(f) => llama(f)?,
+        }
+    }
+    Ok(())
+}
+
+fn describe_reference(sources: &[&mut dyn LogitsSource], reference: &Reference) -> Value {
+    match reference {
+        Reference::Source(i) => sources[*i].describe(),
+        Reference::Stored(f) => {
+            json!({ "kind": "reference file", "top_k": f.header().top_k, "model": f.header().model })
+        }
+        Reference::Llama(_) => json!({ "kind": "llama.cpp base file" }),
+    }
+}
+
+fn describe_test(sources: &[&mut dyn LogitsSource], test: &Test) -> Value {
+    let rows = match &test.rows {
+        Rows::Source { index, .. } => sources[*index].describe(),
+        Rows::Stored(f) => json!({ "kind": "reference file", "model": f.header().model }),
+        Rows::Llama(_) => json!({ "kind": "llama.cpp base file" }),
+    };
+    json!({ "engine": test.engine, "path": test.path(), "rounding": test.rounding(), "of": rows })
+}
+
+fn reference_rows(
+    options: &KldOptions,
+    sources: &mut [&mut dyn LogitsSource],
+    reference: &mut Reference,
+    chunk: usize,
+    mut base: Option<&mut BaseWriter>,
+) -> Result<Vec<ReferenceRow>> {
+    let chunks = &options.chunks;
+    let n = chunks.rows().len();
+    let coded = |row: CodedRow| {
+        let log_probs = row.log_probs();
+        ReferenceRow::Coded(row, log_probs)
+    };
+    match reference {
+        Reference::Stored(f) => Ok(f.chunk(chunk)?.into_iter().map(ReferenceRow::Stored).collect()),
+        Reference::Llama(f) => (0..n).map(|i| f.row(chunk, i).map(coded)).collect(),
+        Reference::Source(index) => {
+            let mut rows = Vec::with_capacity(n);
+            let call = Call {
+                stream: chunk as u64,
+                tokens: chunks.chunk(chunk),
+                rows: chunks.rows(),
+                path: Reading::Prompt,
+            };
+            sources[*index].set_rounding(None)?;
+            sources[*index].rows(&call, &mut |i, logits| {
+                if let Some(writer) = base.as_deref_mut() {
+                    writer.row(logits)?;
+                }
+                rows.push(if options.llama_compat {
+                    check(chunk * n + i, logits)?;
+                    coded(CodedRow::encode(logits))
+                } else {
+                    ReferenceRow::Full(Logits::new(chunk * n + i, logits, options.valid_vocab)?)
+                });
+                Ok(())
+            })?;
+            expect(rows.len(), n, "the reference")?;
+            Ok(rows)
+        }
+    }
+}
+
+fn expect(found: usize, rows: usize, whose: &str) -> Result<()> {
+    if found == rows {
+        return Ok(());
+    }
+    Err(MeasureError::Options(format!("{whose} gave {found} rows of a chunk, {rows} were asked for")))
+}
+
+fn test_rows(
+    options: &KldOptions,
+    sources: &mut [&mut dyn LogitsSource],
+    reference: &[ReferenceRow],
+    test: &mut Test,
+    chunk: usize,
+) -> Result<Vec<RowScore>> {
+    let chunks = &options.chunks;
+    let n = reference.len();
+    let valid = options.valid_vocab;
+    match &mut test.rows {
+        Rows::Source { index, path, rounding } => {
+            let mut scores = Vec::with_capacity(n);
+            let call =
+                Call { stream: chunk as u64, tokens: chunks.chunk(chunk), rows: chunks.rows(), path: *path };
+            let source = &mut sources[*index];
+            source.set_rounding(*rounding)?;
+            let result = source.rows(&call, &mut |i, logits| {
+                let t = target(chunks, chunk, i);
+                let Some(row) = reference.get(i) else { return expect(i + 1, n, &test.engine) };
+                let own = || Logits::new(chunk * n + i, logits, valid);
+                scores.push(match row {
+                    ReferenceRow::Coded(row, _) if options.llama_compat => {
+                        check(chunk * n + i, logits)?;
+                        row.score(logits, t)
+                    }
+                    ReferenceRow::Full(row) => row.score(&own()?, t),
+                    ReferenceRow::Coded(_, log_probs) => score_against_log_probs(log_probs, &own()?, t),
+                    ReferenceRow::Stored(row) => row.score(&own()?),
+                });
+                Ok(())
+            });
+            source.set_rounding(None)?;
+            result?;
+            expect(scores.len(), n, &test.engine)?;
+            Ok(scores)
+        }
+        Rows::Stored(file) => {
+            let rows = file.chunk(chunk)?;
+            let both = reference.iter().zip(&rows);
+            Ok(both
+                .filter_map(
+                    |(r, t)| if let ReferenceRow::Stored(r) = r { Some(r.score_stored(t)) } else { None },
+                )
+                .collect())
+        }
+        Rows::Llama(file) => {
+            let score = |(i, row): (usize, &ReferenceRow)| {
+                let own = file.row(chunk, i)?.log_probs();
+                let t = target(chunks, chunk, i);
+                match row {
+                    ReferenceRow::Coded(row, _) if options.llama_compat => Ok(row.score_log_probs(&own, t)),
+                    ReferenceRow::Coded(_, log_probs) => Ok(score_log_probs(log_probs, &own, valid, t)),
+                    ReferenceRow::Full(row) => Ok(row.score_log_probs(&own, t)),
+                    ReferenceRow::Stored(_) => {
+                        Err(MeasureError::Options("a top-k reference holds no tail".into()))
+                    }
+                }
+            };
+            reference.iter().enumerate().map(score).collect()
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! How far a model is from the exact one: KL divergence, perplexity, and what makes their figures comparable.
+//!
+//! [`kld()`] runs a reference and models under test over the chunks of a text; [`ppl()`] runs windows over streams. Both
+//! take anything that is a [`LogitsSource`]; [`DriverSource`] makes one of an engine's driver. Formats and definitions:
+//! docs/kld.md.
+
+pub mod bootstrap;
+pub mod corpus;
+mod error;
+mod files;
+mod kld;
+pub mod llama;
+mod ppl;
+pub mod reference;
+mod report;
+pub mod row;
+mod source;
+mod state;
+pub mod stats;
+
+pub use corpus::Chunks;
+pub use error::{MeasureError, Result};
+pub use kld::{KldOptions, Reference, Rows, Running, Test, kld};
+pub use ppl::{PplOptions, PplProgress, PplReport, TokenStream, ppl};
+pub use report::{KldReport, PathReport, RoundingReport, SCHEMA_VERSION};
+pub use source::{Call, DriverSource, LogitsSource, Path, SetRounding, Sink};
