@@ -8,6 +8,9 @@
 //! block scales, global scale, activation scale) and names their [`Scheme`] from suffixes, dtypes and
 //! shapes; what a quantization config claims is only compared with it ([`Checkpoint::cross_check`]).
 //!
+//! A GGUF model is opened as a [`Gguf`], which has its own tensor types and names; [`gguf::names`] leads from
+//! them to those of the checkpoint that the file was made from.
+//!
 //! Nothing here guesses: whatever does not fit is a [`CheckpointError`] that names the file, the tensor and
 //! what was expected.
 
@@ -29,6 +32,7 @@ mod sniff;
 pub use checkpoint::{Checkpoint, IgnoredTensor, OpenOptions, ShardInfo, TensorInfo};
 pub use dtype::Dtype;
 pub use error::CheckpointError;
+pub use gguf::{Gguf, GgufTensor};
 pub use header::{HeaderEntry, parse_header};
 pub use order::natural_cmp;
 pub use quant_config::Warning;

@@ -36,10 +36,25 @@ pub(crate) fn impostor(start: &[u8]) -> Option<(String, &'static str)> {
             "only safetensors files are read; pickles can run code",
         ));
     }
+    if start.starts_with(b"\x1f\x8b") {
+        return Some(("a gzip archive".to_owned(), "unpack it, or fetch the file itself"));
+    }
     if head.starts_with(b"gguf") {
         return Some(("a GGUF file".to_owned(), "this version reads safetensors only"));
     }
     None
+}
+
+/// What `start` is if it is text where a binary length is due: a message of the storage server, a pointer of another
+/// store. The first eight bytes of a safetensors file are a length below 2^27, so half of them are zero.
+pub(crate) fn text_for_binary(start: &[u8]) -> Option<(String, &'static str)> {
+    let printable = |b: &u8| b.is_ascii_graphic() || b.is_ascii_whitespace();
+    if start.len() < 8 || !start[..8].iter().all(printable) {
+        return None;
+    }
+    let shown: String = String::from_utf8_lossy(&start[..start.len().min(60)]).chars().take(40).collect();
+    let what = if shown.to_ascii_lowercase().contains("xet") { "a xet pointer" } else { "text" };
+    Some((format!("{what} that begins {shown:?}"), "fetch the file itself from the repository"))
 }
 
 /// An error if `start` is an impostor of `expected`.
@@ -48,7 +63,8 @@ pub(crate) fn refuse_impostor(
     expected: &'static str,
     start: &[u8],
 ) -> Result<(), CheckpointError> {
-    match impostor(start) {
+    let binary = expected == "a safetensors file";
+    match impostor(start).or_else(|| text_for_binary(start).filter(|_| binary)) {
         Some((found, advice)) => {
             Err(CheckpointError::Impostor { path: path.to_path_buf(), expected, found, advice })
         }
@@ -77,6 +93,15 @@ mod tests {
         assert!(impostor(b"<?xml version=\"1.0\"?><Error>").expect("xml").0.contains("XML"));
         assert!(impostor(b"PK\x03\x04").expect("zip").0.contains("zip"));
         assert!(impostor(b"GGUF\x03\0\0\0").expect("gguf").0.contains("GGUF"));
+    }
+
+    #[test]
+    fn text_where_a_length_is_due_is_shown() {
+        let (found, _) = text_for_binary(b"{\"error\":\"Repository not found\"}").expect("text");
+        assert!(found.contains("Repository not found"), "{found}");
+        assert!(text_for_binary(b"# xet version 0\nfilesize = 12\n").expect("text").0.contains("a xet pointer"));
+        assert_eq!(text_for_binary(b"\x40\0\0\0\0\0\0\0{\"a\":"), None);
+        assert!(impostor(b"\x1f\x8b\x08").expect("gzip").0.contains("gzip"));
     }
 
     #[test]

@@ -104,8 +104,6 @@ fn whole_files_open() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
-
     /// Bytes changed, words replaced by telling values, pieces cut out or doubled.
     #[test]
     fn mutated_files_neither_panic_nor_hang_nor_allocate(

@@ -256,7 +256,7 @@ impl Gguf {
     ) -> Result<Option<Vec<T>>, CheckpointError> {
         let Some(value) = self.metadata.get(key) else { return Ok(None) };
         let Value::Array(array) = value else {
-            return Ok(self.typed(key, expected, |v| get(v))?.map(|v| vec![v]));
+            return Ok(self.typed(key, expected, &get)?.map(|v| vec![v]));
         };
         let Some(width) = array.element.bytes() else {
             return Err(self.key_error(key, expected, format!("an array of {}", array.element)));

@@ -209,6 +209,8 @@ fn apply(g: &Geometry, rule: &Rule, name: &str, shape: &[u64], source: String) -
             rank(2)?;
             source_shape.insert(1, 1);
         }
+        // The converter drops dimensions of 1; other writers keep this one.
+        Form::OneRow if matches!(shape, [1, _]) => {}
         Form::OneRow => {
             rank(1)?;
             source_shape.insert(0, 1);
@@ -444,6 +446,16 @@ mod tests {
         assert!(heads("blk.0.ssm_dt.bias", &[48]).columns);
         assert_eq!(heads("blk.0.ssm_beta.weight", &[48, 8]).stored(1), 16);
         assert!(pieces(a, "blk.0.ssm_norm.weight", &[128])[0].heads.is_none());
+    }
+
+    #[test]
+    fn dropped_dimensions_come_back() {
+        let shape =
+            |name: &str, shape: &[u64]| pieces(Architecture::Qwen4Exp, name, shape)[0].source_shape.clone();
+        assert_eq!(shape("blk.0.ffn_gate_inp_shexp.weight", &[8]), [1, 8]);
+        assert_eq!(shape("blk.0.ffn_gate_inp_shexp.weight", &[1, 8]), [1, 8]);
+        assert_eq!(shape("blk.0.ple_conv1d.weight", &[8, 4]), [8, 1, 4]);
+        assert_eq!(shape("blk.0.ffn_up_exps.weight", &[2, 3, 8]), [2, 6, 8]);
     }
 
     #[test]
