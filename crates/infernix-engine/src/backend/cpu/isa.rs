@@ -90,18 +90,14 @@ impl fmt::Display for Isa {
 macro_rules! per_isa {
     ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
-        #[expect(clippy::too_many_arguments, clippy::allow_attributes, reason = "kernels take their operands one by one")]
         $vis fn $name(isa: $crate::backend::cpu::isa::Isa, $($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
-            #[allow(clippy::too_many_arguments, reason = "as above; few bodies have that many")]
             fn body($($arg: $ty),*) $(-> $ret)? $body
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,bmi2")]
-            #[allow(clippy::too_many_arguments, reason = "as above")]
             fn v4($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-            #[allow(clippy::too_many_arguments, reason = "as above")]
             fn v3($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
             match isa {
                 #[cfg(target_arch = "x86_64")]

@@ -44,7 +44,7 @@ pub(crate) const E2M1: [f32; 16] =
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 // ln 2 split so that n * LN2_HI is exact for |n| < 2^9 (Cody and Waite).
-const LN2_HI: f32 = 0.693_359_375;
+const LN2_HI: f32 = 355.0 / 512.0;
 const LN2_LO: f32 = -2.121_944_4e-4;
 /// Adding and subtracting it rounds to an integer, ties to even, for |x| < 2^22.
 const ROUND: f32 = 12_582_912.0;

@@ -888,8 +888,12 @@ unsafe fn panel_product<S: Stored, const HW: bool, const INT8: bool>(
             for i in (0..rows).step_by(TILE) {
                 match n {
                     1 => tile::<S, HW, INT8, 1>(w, range.start, i, &panel, rows, x, c, range.end, out),
-                    2 if !INT8 && HW => tile::<S, HW, INT8, 2>(w, range.start, i, &panel, rows, x, c, range.end, out),
-                    3 if !INT8 && HW => tile::<S, HW, INT8, 3>(w, range.start, i, &panel, rows, x, c, range.end, out),
+                    2 if !INT8 && HW => {
+                        tile::<S, HW, INT8, 2>(w, range.start, i, &panel, rows, x, c, range.end, out)
+                    }
+                    3 if !INT8 && HW => {
+                        tile::<S, HW, INT8, 3>(w, range.start, i, &panel, rows, x, c, range.end, out)
+                    }
                     _ => tile::<S, HW, INT8, TILE>(w, range.start, i, &panel, rows, x, c, range.end, out),
                 }
             }

@@ -1,0 +1,260 @@
+//! Operations of the CPU backend at the demo's and at real shapes, 2 threads (`OPS_THREADS` changes it).
+//!
+//! Matrix-vector products print their share of the memory bandwidth, measured in the same run as the best of several
+//! sums over 1 GiB by the same threads.
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use infernix_engine::backend::cpu::isa::Isa;
+use infernix_engine::backend::cpu::linear::{Kind, Out, Packed, Rows, product};
+use infernix_engine::backend::cpu::pool::Pool;
+use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
+use infernix_engine::backend::{
+    Activation, At, Backend, CallKind, ExpertData, ExpertSpec, GdnDims, LaneMeta, Op, Part, RowKey, Site,
+    StepMeta, WeightData, WeightPart, WeightSpec,
+};
+use infernix_engine::state::{AttentionLayout, KvFormat, StateLayout};
+use infernix_formats::{Format, Layout, encoded_size};
+
+fn threads() -> usize {
+    std::env::var("OPS_THREADS").ok().and_then(|v| v.parse().ok()).unwrap_or(2)
+}
+
+fn noise(n: usize, seed: u64) -> Vec<u8> {
+    let mut s = seed;
+    let mut out = vec![0u8; n];
+    for b in out.chunks_mut(4) {
+        s = s.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        b.copy_from_slice(&((s >> 32) as u32).to_le_bytes()[..b.len()]);
+    }
+    out
+}
+
+/// Best rate of reading 1 GiB, bytes a second.
+fn bandwidth(pool: &Pool) -> f64 {
+    let data = vec![1u64; 1 << 27];
+    let mut best = 0f64;
+    for _ in 0..8 {
+        let sum = AtomicU64::new(0);
+        let t = Instant::now();
+        pool.chunks(data.len(), 1 << 17, |r| {
+            let mut lanes = [0u64; 8];
+            for c in data[r].chunks_exact(8) {
+                lanes.iter_mut().zip(c).for_each(|(l, v)| *l = l.wrapping_add(*v));
+            }
+            sum.fetch_add(lanes.iter().sum(), Ordering::Relaxed);
+        });
+        black_box(sum.into_inner());
+        best = best.max((1u64 << 30) as f64 / t.elapsed().as_secs_f64());
+    }
+    best
+}
+
+struct Matrix {
+    kind: Kind,
+    n: usize,
+    k: usize,
+    codes: Vec<u8>,
+    high: Vec<u8>,
+    scales: Vec<u8>,
+}
+
+impl Matrix {
+    fn new(kind: Kind, n: usize, k: usize) -> Self {
+        // Bits whose reading gives no NaN in any format; magnitudes are of no interest.
+        let mut codes = noise(2 * n * k, 1);
+        codes.iter_mut().for_each(|b| *b &= 0x3b);
+        Matrix { kind, n, k, codes, high: noise(n * k / 2, 2), scales: vec![0x10; n * k.div_ceil(16) + 4096] }
+    }
+
+    fn rows(&self) -> Rows<'_> {
+        Rows::new(self.kind, self.n, self.k, 0, self.n, &self.codes, &self.high, &self.scales, 1.0)
+            .expect("a legal shape")
+    }
+}
+
+fn linear(c: &mut Criterion) {
+    let pool = Pool::new(threads());
+    let limit = bandwidth(&pool);
+    eprintln!("{} with {} threads reads {:.1} GB/s", Isa::detect(), pool.threads(), limit / 1e9);
+    let shapes = [(17408, 5120), (5120, 17408), (2560, 6144), (512, 256)];
+    let kinds =
+        [Kind::Q4, Kind::Q5, Kind::Q6, Kind::Q8, Kind::Nvfp4Mul, Kind::Fp8Row, Kind::Mxfp8, Kind::Bf16];
+    for columns in [1usize, 512] {
+        let mut g = c.benchmark_group(if columns == 1 { "decode" } else { "prefill" });
+        g.sample_size(10)
+            .measurement_time(Duration::from_millis(if columns == 1 { 400 } else { 1500 }))
+            .warm_up_time(Duration::from_millis(100));
+        for (n, k) in shapes {
+            for kind in kinds {
+                let m = Matrix::new(kind, n, k);
+                let x: Vec<u16> = (0..k * columns).map(|i| 0x3f80 + (i % 64) as u16).collect();
+                let mut packed = Packed::default();
+                let mut y = vec![0u16; n * columns];
+                let mut best = f64::MAX;
+                let bytes = m.rows().bytes() as u64;
+                g.throughput(if columns == 1 {
+                    Throughput::Bytes(bytes)
+                } else {
+                    Throughput::Elements((2 * n * k * columns) as u64)
+                });
+                g.bench_function(BenchmarkId::new(format!("{kind:?}"), format!("{n}x{k}")), |b| {
+                    b.iter(|| {
+                        let t = Instant::now();
+                        packed.pack(&x, columns, k, k);
+                        product(
+                            &pool,
+                            Isa::detect(),
+                            &[m.rows()],
+                            &mut packed,
+                            Out::bf16(&mut y, columns, n),
+                        );
+                        best = best.min(t.elapsed().as_secs_f64());
+                    });
+                });
+                if columns == 1 && best < f64::MAX {
+                    let rate = bytes as f64 / best;
+                    eprintln!(
+                        "    {kind:?} {n}x{k}: best {:.1} GB/s, {:.0} % of the bandwidth",
+                        rate / 1e9,
+                        100.0 * rate / limit
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn backend() -> CpuBackend {
+    CpuBackend::new(CpuOptions { threads: threads(), ..CpuOptions::default() })
+}
+
+fn at(rows: &[RowKey]) -> At<'_> {
+    At { site: Site { layer: 0, op: Op::Embed }, rows }
+}
+
+fn round(b: &mut CpuBackend, rows: usize, start: usize) -> Vec<RowKey> {
+    let lane = LaneMeta {
+        slot: 0,
+        stream: 0,
+        start,
+        ids: vec![0; rows],
+        next_ids: Vec::new(),
+        positions: (0..rows).map(|i| [(start + i) as u32; 3]).collect(),
+        pages: (0..(start + rows).div_ceil(64) as u32).collect(),
+    };
+    b.begin_round(StepMeta { kind: CallKind::Prefill, part: Part::Target, lanes: vec![lane] })
+        .expect("a legal round");
+    (0..rows).map(|i| RowKey { stream: 0, position: (start + i) as u64 }).collect()
+}
+
+/// Routed experts of the real geometry: 10 of 64 (177 MB: more than the caches hold).
+fn experts(c: &mut Criterion) {
+    let (e, h, i, k) = (64usize, 2560usize, 640usize, 10usize);
+    let shape = vec![e as u64, h as u64, i as u64];
+    let len =
+        encoded_size(Layout::Nvfp4ExpertRg16V1, Format::Nvfp4Mul, &shape).expect("a legal shape") as usize;
+    let mut bytes = noise(len, 3);
+    bytes.iter_mut().for_each(|b| *b &= 0x7b);
+    let at_globals = len - 12 * e;
+    bytes[at_globals..].chunks_exact_mut(4).for_each(|w| w.copy_from_slice(&1e-4f32.to_le_bytes()));
+    let bytes = Arc::new(bytes);
+    let mut g = c.benchmark_group("experts");
+    g.sample_size(10).measurement_time(Duration::from_millis(800)).warm_up_time(Duration::from_millis(100));
+    for (name, activation) in [("a4", Activation::A4), ("a16", Activation::A16)] {
+        let mut b = backend();
+        let part = WeightPart {
+            format: Format::Nvfp4Mul,
+            layout: Layout::Nvfp4ExpertRg16V1,
+            shape: shape.clone(),
+            bytes: bytes.clone(),
+            rows: 0..e as u64,
+        };
+        let spec = ExpertSpec {
+            name: "bench".into(),
+            experts: e,
+            hidden: h,
+            intermediate: i,
+            activation,
+            input_scales: (activation == Activation::A4).then(|| vec![[0.01, 0.01, 0.01]; e]),
+        };
+        let store = b.experts_weight(&spec, ExpertData::Bank(part)).expect("a legal bank");
+        for rows in [1usize, 64] {
+            let x: Vec<f32> = (0..rows * h).map(|i| (i % 61) as f32 / 32.0 - 1.0).collect();
+            let (x, shared, logit) =
+                (b.write(rows, h, &x), b.write(rows, h, &x), b.write(rows, 1, &vec![0.5; rows]));
+            let mut step = 0usize;
+            g.throughput(Throughput::Bytes((rows.min(6) * k * (h * i * 3 * 9 / 16)) as u64));
+            g.bench_function(BenchmarkId::new(name, rows), |bench| {
+                bench.iter(|| {
+                    step += 1;
+                    let routing = (0..rows)
+                        .map(|t| (0..k).map(|r| (((step * 7 + t * 13 + r * 6) % e) as u32, 0.1)).collect())
+                        .collect();
+                    black_box(b.experts(&x, &routing, &store, &shared, &logit, at(&[])));
+                });
+            });
+        }
+    }
+}
+
+/// A delta-rule layer and an attention layer of the 27B model.
+fn state(c: &mut Criterion) {
+    let gdn = GdnDims { key_heads: 16, value_heads: 48, key_dim: 128, value_dim: 128, conv_kernel: 4 };
+    let mut b = backend();
+    let layout = StateLayout {
+        attention: vec![AttentionLayout { part: Part::Target, kv_heads: 4, head_dim: 256, index: None }],
+        gdn: vec![gdn],
+        ple: Vec::new(),
+        pages: 130,
+        slots: 1,
+        kv: KvFormat::Bf16,
+    };
+    b.allocate(&layout).expect("a small state");
+    let vector = |b: &mut CpuBackend, n: usize| {
+        let bytes = Arc::new(vec![0u8; 2 * n]);
+        let shape = vec![n as u64];
+        let part = WeightPart {
+            format: Format::Bf16,
+            layout: Layout::ContiguousLeV1,
+            shape: shape.clone(),
+            bytes,
+            rows: 0..1,
+        };
+        let spec = WeightSpec { name: "bench".into(), activation: Activation::A16, input_scale: None };
+        b.weight(&spec, WeightData { shape, parts: vec![part] }).expect("a vector")
+    };
+    let (a_log, dt) = (vector(&mut b, 48), vector(&mut b, 48));
+    let mut g = c.benchmark_group("state");
+    g.sample_size(10).measurement_time(Duration::from_millis(600)).warm_up_time(Duration::from_millis(100));
+    for rows in [1usize, 64] {
+        let some = |b: &mut CpuBackend, w: usize| {
+            b.write(rows, w, &(0..rows * w).map(|i| (i % 13) as f32 / 8.0 - 0.75).collect::<Vec<_>>())
+        };
+        let (u, a) = (some(&mut b, gdn.channels()), some(&mut b, 48));
+        g.throughput(Throughput::Elements(rows as u64));
+        g.bench_function(BenchmarkId::new("delta rule", rows), |bench| {
+            bench.iter(|| {
+                let keys = round(&mut b, rows, 0);
+                black_box(b.gdn(0, &u, &a, &a, &a_log, &dt, at(&keys)));
+            });
+        });
+        let (q, kv) = (some(&mut b, 24 * 256), some(&mut b, 4 * 256));
+        for context in [512usize, 8192] {
+            g.bench_function(BenchmarkId::new(format!("attention over {context}"), rows), |bench| {
+                bench.iter(|| {
+                    let keys = round(&mut b, rows, context - rows);
+                    b.kv_append(0, &kv, &kv);
+                    black_box(b.attention(0, &q, None, at(&keys)));
+                });
+            });
+        }
+    }
+}
+
+criterion_group!(ops, linear, experts, state);
+criterion_main!(ops);
