@@ -62,6 +62,17 @@ DEV u32 lds32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
   return v;
 }
+// With a constant offset, which the instruction holds.
+template <int O> DEV u32 lds32o(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(a), "n"(O));
+  return v;
+}
+template <int O> DEV u32 lds8o(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1+%2];" : "=r"(v) : "r"(a), "n"(O));
+  return v;
+}
 DEV u32 lds16(u32 a) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));

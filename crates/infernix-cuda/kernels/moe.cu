@@ -27,10 +27,8 @@ extern "C" __global__ void __launch_bounds__(128) router_topk(const float* __res
     u32 m = 0;
     int mi = 0;
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
-      if (i * 32 >= E) break;
+    for (int i = 0; i < 32; i++)  // a bound of E / 32 here is slower (4.4 against 3.5 us): the search no longer unrolls
       if (!((taken >> i) & 1) && v[i] > m) m = v[i], mi = i;
-    }
     const u32 top_v = __reduce_max_sync(~0u, m);
     const u32 id = m == top_v ? (u32)(mi * 32 + lane) : 0xffffffffu;
     const u32 win = __reduce_min_sync(~0u, id);

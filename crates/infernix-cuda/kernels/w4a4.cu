@@ -112,25 +112,23 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
 #pragma unroll
       for (int c = 0; c < C; c++) s0[c] = s1[c] = 0;
       if (row_live) {
-        const u32 base = s_stage + slot * item_bytes + rg * rg_bytes;
-        const int steps = (U + 3) >> 2;
-#pragma unroll(C > 2 ? 1 : 2)
-        for (int st = sub; st < steps; st += wpr) {
-          const int unit = st * 4 + u;
-          if (unit < U) {
-            const u32 a = base + unit * 144 + 4 * j;
-            u32 w[4];
-#pragma unroll
-            for (int q = 0; q < 4; q++) w[q] = lds32(a + 32 * q);
-            const int w0 = e4m3_int(lds8(a - 3 * j + 128)), w1 = e4m3_int(lds8(a - 3 * j + 136));
+        int unit = sub * 4 + u;
+        u32 a = s_stage + slot * item_bytes + rg * rg_bytes + unit * 144 + 4 * j, b = a - 3 * j;
+        u32 xa = s_act + unit * 16, xm = s_act + K + unit * 8;
+        // Lanes leave the loop by themselves where U is no multiple of four; they meet again before the shuffles.
+#pragma unroll 1
+        for (; unit < U; unit += wpr * 4, a += wpr * 576, b += wpr * 576, xa += wpr * 64, xm += wpr * 32) {
+          {
+            const u32 w[4] = {lds32o<0>(a), lds32o<32>(a), lds32o<64>(a), lds32o<96>(a)};
+            const int w0 = e4m3_int(lds8o<128>(b)), w1 = e4m3_int(lds8o<136>(b));
             u32 r0[4], r1[4];
 #pragma unroll
             for (int q = 0; q < 4; q++) expand_pair(w[q], r0[q], r1[q]);
 #pragma unroll
             for (int c = 0; c < C; c++) {
               if (C > 2 && c >= n) break;
-              const uint4 v = lds128(s_act + c * act + unit * 16);
-              const uint2 m = lds64(s_act + c * act + K + unit * 8);
+              const uint4 v = lds128(xa + c * act);
+              const uint2 m = lds64(xm + c * act);
               int t0 = (int)m.y, t1 = (int)m.y;
               t0 = dp4a_us(r0[0], v.x, t0), t1 = dp4a_us(r1[0], v.x, t1);
               t0 = dp4a_us(r0[1], v.y, t0), t1 = dp4a_us(r1[1], v.y, t1);
@@ -142,6 +140,7 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
           }
         }
       }
+      __syncwarp();
 #pragma unroll
       for (int c = 0; c < C; c++) {
         if (C > 2 && c >= n) break;
@@ -164,7 +163,7 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
     bar_named(2, TEAM);
     const int total = min(rph, row_groups - k0 * rph) * 16 * n;
     for (int o0 = warp * 32; o0 < total; o0 += TEAM) {
-      const int o = min(o0 + lane, total - 1), row = o & 15, rest = o >> 4, r = rest / n, c = rest - r * n;
+      const int o = min(o0 + lane, total - 1), row = o & 15, rest = o >> 4, r = CMAX == 1 ? rest : rest / n, c = CMAX == 1 ? 0 : rest - r * n;
       const i64* src = red + ((p & 1) * 8 + r * wpr) * CMAX * 16 + c * 16 + row;
       i64 s = 0;
       for (int k = 0; k < wpr; k++) s += src[k * CMAX * 16];
