@@ -1,6 +1,7 @@
 //! Text to measure on: one stream of tokens cut into chunks, and windows over long streams.
 
 use crate::error::{MeasureError, Result};
+use crate::reference::ReferenceHeader;
 use serde::Deserialize;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
@@ -40,8 +41,9 @@ pub struct Chunks {
     pub available: usize,
     /// Chunks asked for.
     pub requested: Option<usize>,
-    /// Tokens of the chunks taken.
+    /// Tokens of the chunks taken; empty where a file keeps only their digest.
     tokens: Vec<u32>,
+    tokens_blake3: String,
 }
 
 impl Chunks {
@@ -73,7 +75,22 @@ impl Chunks {
             available,
             requested: limit,
             tokens: tokens[..count * ctx].to_vec(),
+            tokens_blake3: tokens_blake3(&tokens[..count * ctx]),
         })
+    }
+
+    /// The text a reference file was made from, known by its digest alone.
+    pub(crate) fn of_header(h: &ReferenceHeader) -> Self {
+        Self {
+            corpus: h.corpus.clone(),
+            corpus_blake3: h.corpus_blake3.clone(),
+            ctx: h.ctx as usize,
+            count: h.chunks as usize,
+            available: h.chunks as usize,
+            requested: None,
+            tokens: Vec::new(),
+            tokens_blake3: h.tokens_blake3.clone(),
+        }
     }
 
     /// Tokens of one chunk.
@@ -93,7 +110,7 @@ impl Chunks {
 
     /// BLAKE3 of the tokens as little-endian u32, hex.
     pub fn tokens_blake3(&self) -> String {
-        tokens_blake3(&self.tokens)
+        self.tokens_blake3.clone()
     }
 
     /// What a reader must be told about the number of chunks.

@@ -4,7 +4,9 @@
 //! take anything that is a [`LogitsSource`]; [`DriverSource`] makes one of an engine's driver. Formats and definitions:
 //! docs/kld.md.
 
+pub mod bench;
 pub mod bootstrap;
+mod compare;
 pub mod corpus;
 mod error;
 mod files;
@@ -18,6 +20,7 @@ mod source;
 mod state;
 pub mod stats;
 
+pub use compare::{StoredFile, compare};
 pub use corpus::Chunks;
 pub use error::{MeasureError, Result};
 pub use kld::{KldOptions, Reference, Rows, Running, Test, kld};
