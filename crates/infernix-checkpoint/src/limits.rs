@@ -17,7 +17,7 @@ pub(crate) const MAX_RANK: usize = 16;
 pub(crate) const MAX_SHARDS: usize = 10_000;
 /// Files open at once.
 pub(crate) const MAX_OPEN_FILES: usize = 4;
-/// Longest header of a GGUF file; a vocabulary of 248,320 with its merges takes about 10 MB (computed from token lengths).
+/// Longest header of a GGUF file; a vocabulary of 248,320 with its merges takes about 10 MB (an estimate).
 pub(crate) const MAX_GGUF_HEADER_BYTES: u64 = 256 << 20;
 /// Most metadata keys of a GGUF file; models have about 60.
 pub(crate) const MAX_GGUF_KEYS: u64 = 65_536;
