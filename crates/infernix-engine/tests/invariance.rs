@@ -202,7 +202,7 @@ fn drafts_do_not_depend_on_how_the_prompt_was_read() {
             continue;
         }
         let ids = case.ids(160, 21);
-        let mut draft = |d: &mut Driver<Lossless>, s: &mut Sequence| -> Vec<Vec<f32>> {
+        let draft = |d: &mut Driver<Lossless>, s: &mut Sequence| -> Vec<Vec<f32>> {
             let out = d.draft(s, 3, 3, infernix_engine::driver::argmax).unwrap();
             out.into_iter().map(|o| o.1).collect()
         };
@@ -217,6 +217,68 @@ fn drafts_do_not_depend_on_how_the_prompt_was_read() {
             let got = draft(&mut d, &mut s);
             assert!(got.iter().zip(&want).all(|(a, b)| same(a, b)), "{name}: run {seed}");
             d.close(s);
+        }
+    }
+}
+
+/// One layer over all chunks, then the next layer: what a driver does when weights are the scarce thing.
+#[test]
+fn layer_major_order_agrees_with_token_major() {
+    use infernix_engine::backend::{Backend, LaneMeta, Part, StepMeta};
+    for (name, case) in cases() {
+        let ids = case.ids(100, 31);
+        let mut d = case.driver(Rounding::Nearest, KvFormat::Bf16);
+        let want = whole(&mut d, &ids, 0);
+        let ngram = case.table.clone().map(|v| {
+            let rows = infernix_engine::ngram::MemoryRows::new(case.width, v);
+            let options = infernix_engine::ngram::NgramOptions { threads: 0, cache_bytes: 0 };
+            let ple = case.source.config.ple.as_ref().unwrap();
+            infernix_engine::ngram::Ngram::new(ple, case.source.config.vocab, Box::new(rows), options)
+                .unwrap()
+        });
+        let m = &mut d.model;
+        let meta = |from: usize, to: usize| StepMeta {
+            kind: CallKind::Prefill,
+            part: Part::Target,
+            lanes: vec![LaneMeta {
+                slot: 3,
+                stream: 0,
+                start: from,
+                ids: ids[from..to].to_vec(),
+                next_ids: Vec::new(),
+                positions: (from as u32..to as u32).map(|i| [i; 3]).collect(),
+                pages: vec![40, 41],
+            }],
+        };
+        let chunks: Vec<StepMeta> = [(0, 30), (30, 65), (65, 66), (66, 100)].map(|(a, b)| meta(a, b)).into();
+        let mut residuals = Vec::new();
+        for c in &chunks {
+            m.backend.begin_round(c.clone()).unwrap();
+            residuals.push(m.begin(&c.keys()));
+            assert!(m.backend.end_round().failed_lanes.is_empty());
+        }
+        for i in 0..m.layers.len() {
+            for (c, r) in chunks.iter().zip(&mut residuals) {
+                let from = c.lanes[0].start;
+                let tickets = match (&ngram, m.config.ple_table(i)) {
+                    (Some(n), Some(t)) => vec![n.request(t, &ids[..from], &c.lanes[0].ids)],
+                    _ => Vec::new(),
+                };
+                m.backend.begin_round(c.clone()).unwrap();
+                m.layer(i, &c.keys(), r, &tickets, None);
+                assert!(m.backend.end_round().failed_lanes.is_empty());
+            }
+        }
+        for (c, r) in chunks.iter().zip(&residuals) {
+            m.backend.begin_round(c.clone()).unwrap();
+            let rows: Vec<usize> = (0..c.rows()).collect();
+            let (_, logits) = m.finish(&c.keys(), r, &rows);
+            let logits = m.backend.read(&logits);
+            m.backend.end_round();
+            let vocab = m.config.vocab as usize;
+            for (t, l) in logits.chunks_exact(vocab).enumerate() {
+                assert!(same(l, &want[c.lanes[0].start + t]), "{name}: row {}", c.lanes[0].start + t);
+            }
         }
     }
 }

@@ -1,6 +1,12 @@
 //! Layer by layer against the full references of `reference/make_tiny.py`: residuals, experts, blocks, table rows, decode
 //! steps, drafter. They are too large to keep: make them in a scratch folder and name it in `INFERNIX_TINY_REFERENCES`.
 
+#![expect(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "figures and reasons of skipping for whoever runs it"
+)]
+
 mod common;
 
 use common::*;
@@ -84,10 +90,10 @@ fn layers(r: &Reference, record: &[LayerRecord], prefix: &str, rows: usize) {
         worst = worst.max(e);
         assert!(e <= 1e-5, "{prefix}layer {i}: {e:e}");
         if let Some(got) = &layer.trace.experts {
-            let (shape, want) = r.i32(&name("experts")).map_or_else(
-                || r.i64(&name("experts")).map(|(s, v)| (s, v.iter().map(|x| *x as i32).collect())).unwrap(),
-                |x| x,
-            );
+            let (shape, want) = r.i32(&name("experts")).unwrap_or_else(|| {
+                let (shape, ids) = r.i64(&name("experts")).unwrap();
+                (shape, ids.iter().map(|x| *x as i32).collect())
+            });
             let (_, weights) = r.f32(&name("expert_weights"));
             let mut differ = 0;
             for (t, got) in got.iter().enumerate() {

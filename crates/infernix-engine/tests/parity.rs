@@ -1,5 +1,7 @@
 //! The lossless backend with FP32 boundaries against FP32 reference outputs.
 
+#![expect(clippy::print_stdout, reason = "figures and reasons of skipping for whoever runs it")]
+
 mod common;
 
 use common::*;
@@ -195,7 +197,8 @@ fn bf16(name: &str) {
 #[test]
 fn bf16_boundaries_keep_the_references_choices() {
     ["flash-demo-bf16", "flash-demo-nvfp4", "dense-demo-bf16", "dense-demo-quasar", "dense-demo-nvidia"]
-        .map(bf16);
+        .into_iter()
+        .for_each(bf16);
 }
 
 /// Narrow activations run on the oracle too, and stay near the exact model.
@@ -216,7 +219,7 @@ fn narrow_activations_stay_near_the_exact_model() {
         let artifact = converted(&model, folder.path());
         let r = Reference::open(&reference);
         let (ids, top) = (r.ids("input_ids"), r.ids("argmax"));
-        let mut run = |policy| {
+        let run = |policy| {
             let mut d =
                 artifact_driver(&artifact, LosslessOptions::default(), policy, DriverOptions::default());
             let mut s = d.open(0).unwrap();

@@ -237,7 +237,7 @@ impl Ngram {
         self.inner.hits.fetch_add(found.len() as u64, Ordering::Relaxed);
         // Neighbours together: rows of one block are read one after another.
         missing.sort_unstable();
-        let ticket = NgramTicket::default();
+        let ticket = NgramTicket::expecting(wanted.len() * self.width);
         let size = missing.len().div_ceil(self.threads.len().max(1)).max(1);
         let parts: Vec<Vec<u64>> = missing.chunks(size).map(<[u64]>::to_vec).collect();
         let request = Arc::new(Request {

@@ -4,34 +4,51 @@ use crate::error::EngineError;
 use std::sync::{Arc, Condvar, Mutex};
 
 /// Table rows of one lane's columns `[columns, P]`, exact FP32 values; possibly still being read.
-#[derive(Clone, Default)]
-pub struct NgramTicket(Arc<(Mutex<Slot>, Condvar)>);
+#[derive(Clone)]
+pub struct NgramTicket {
+    values: usize,
+    shared: Arc<(Mutex<Slot>, Condvar)>,
+}
 
 type Slot = Option<Result<Arc<Vec<f32>>, String>>;
 
 impl NgramTicket {
     /// A ticket that is already served.
     pub fn ready(rows: Vec<f32>) -> Self {
-        let t = Self::default();
+        let t = Self::expecting(rows.len());
         t.fulfil(Ok(rows));
         t
     }
 
-    /// Serves the ticket; the first result stays.
+    /// An open ticket for `values` values in all.
+    pub fn expecting(values: usize) -> Self {
+        NgramTicket { values, shared: Arc::default() }
+    }
+
+    /// Values this ticket stands for, known before they are read, and also when reading them failed.
+    pub fn values(&self) -> usize {
+        self.values
+    }
+
+    /// Serves the ticket; the first result stays. Another number of values than expected is a failure.
     pub fn fulfil(&self, result: Result<Vec<f32>, String>) {
-        let mut slot = self.0.0.lock().unwrap_or_else(|e| e.into_inner());
+        let result = result.and_then(|rows| match rows.len() {
+            n if n == self.values => Ok(rows),
+            n => Err(format!("{n} table values, expected {}", self.values)),
+        });
+        let mut slot = self.shared.0.lock().unwrap_or_else(|e| e.into_inner());
         slot.get_or_insert(result.map(Arc::new));
-        self.0.1.notify_all();
+        self.shared.1.notify_all();
     }
 
     /// Waits for the rows.
     pub fn wait(&self) -> Result<Arc<Vec<f32>>, EngineError> {
-        let mut slot = self.0.0.lock().unwrap_or_else(|e| e.into_inner());
+        let mut slot = self.shared.0.lock().unwrap_or_else(|e| e.into_inner());
         loop {
             match &*slot {
                 Some(Ok(rows)) => return Ok(rows.clone()),
                 Some(Err(e)) => return Err(EngineError::Ngram(e.clone())),
-                None => slot = self.0.1.wait(slot).unwrap_or_else(|e| e.into_inner()),
+                None => slot = self.shared.1.wait(slot).unwrap_or_else(|e| e.into_inner()),
             }
         }
     }

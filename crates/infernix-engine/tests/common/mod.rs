@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// `shared/` beside the repository, or `None` with a reason printed.
+#[allow(clippy::print_stderr, reason = "says why a test is skipped")]
 pub(crate) fn shared(rest: &str) -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared").join(rest);
     if !path.exists() {
@@ -110,6 +111,8 @@ fn per_expert(
     (shape, all)
 }
 
+type Tensor<T> = (Vec<usize>, Vec<T>);
+
 /// A driver over the lossless backend.
 pub(crate) fn lossless(
     source: &MemorySource,
@@ -176,7 +179,7 @@ impl Reference {
         dtype: safetensors::Dtype,
         f: impl Fn(&[u8]) -> T,
         n: usize,
-    ) -> Option<(Vec<usize>, Vec<T>)> {
+    ) -> Option<Tensor<T>> {
         let st = safetensors::SafeTensors::deserialize(&self.0).unwrap();
         let t = st.tensor(name).ok()?;
         assert_eq!(t.dtype(), dtype, "{name}");

@@ -30,6 +30,8 @@ pub struct CpuOptions {
     pub isa: Option<Isa>,
 }
 
+/// cos and sin of each pair of every row.
+type Angles = Arc<Vec<(f32, f32)>>;
 /// Experts and weights by row, rank order.
 pub type Routes = Vec<Vec<(u32, f32)>>;
 /// Selected blocks by row.
@@ -44,7 +46,7 @@ pub struct CpuBackend {
     state: Option<HostState>,
     packed: Packed,
     /// cos and sin of every row of the round, by rotary table.
-    angles: Vec<(*const RopeTable, Arc<Vec<(f32, f32)>>)>,
+    angles: Vec<(*const RopeTable, Angles)>,
 }
 
 // SAFETY: the pointers in `angles` are compared, never followed.
@@ -422,30 +424,17 @@ impl Backend for CpuBackend {
     }
 
     fn ngram(&mut self, tickets: &[NgramTicket], at: At<'_>) -> CpuBuf {
-        let mut served = Vec::new();
-        let mut failed = Vec::new();
-        let mut width = 0;
-        for (l, ticket) in tickets.iter().enumerate() {
-            match ticket.wait() {
-                Ok(rows) => {
-                    width = width.max(rows.len() / self.state().lane_rows(l).len().max(1));
-                    served.push((l, rows));
-                }
-                Err(e) => failed.push((l, e.to_string())),
-            }
-        }
-        let width = width.max(1);
+        let width = tickets.iter().map(NgramTicket::values).sum::<usize>() / at.rows.len().max(1);
         let mut out = vec![0u16; at.rows.len() * width];
-        for (l, rows) in served {
+        for (l, ticket) in tickets.iter().enumerate() {
             let r = self.state().lane_rows(l);
-            if rows.len() == r.len() * width {
-                ew::narrow(self.isa, &rows, &mut out[r.start * width..r.end * width]);
-            } else {
-                failed.push((l, format!("{} table values for {} columns of {width}", rows.len(), r.len())));
+            let lane = &mut out[r.start * width..r.end * width];
+            match ticket.wait() {
+                Ok(rows) if rows.len() == lane.len() => ew::narrow(self.isa, &rows, lane),
+                // Zeros keep the shapes; the lane's results are dropped.
+                Ok(rows) => self.state_mut().fail(l, format!("{} table values, {} needed", rows.len(), r.len() * width)),
+                Err(e) => self.state_mut().fail(l, e.to_string()),
             }
-        }
-        for (l, cause) in failed {
-            self.state_mut().fail(l, cause);
         }
         CpuBuf::bf16(at.rows.len(), width, out)
     }

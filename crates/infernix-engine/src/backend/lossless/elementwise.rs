@@ -233,32 +233,19 @@ impl Lossless {
     // ---- n-gram embedding ----------------------------------------------------------------------------------
 
     pub(super) fn table_rows(&mut self, tickets: &[NgramTicket], at: At<'_>) -> Mat {
-        let mut data = Vec::new();
-        let mut width = 0;
-        let mut failed = Vec::new();
-        for (l, ticket) in tickets.iter().enumerate() {
-            match ticket.wait() {
-                Ok(rows) => {
-                    width = rows.len() / self.state().lane_rows(l).len().max(1);
-                    data.push((l, rows));
-                }
-                Err(e) => failed.push((l, e.to_string())),
-            }
-        }
-        if width == 0 {
-            width = 1;
-        }
+        let width = tickets.iter().map(NgramTicket::values).sum::<usize>() / at.rows.len().max(1);
         let mut all = Mat::new(at.rows.len(), width);
-        for (l, rows) in data {
+        for (l, ticket) in tickets.iter().enumerate() {
             let r = self.state().lane_rows(l);
-            if rows.len() == r.len() * width {
-                all.data[r.start * width..r.end * width].copy_from_slice(&rows);
-            } else {
-                failed.push((l, format!("{} table values for {} columns of {width}", rows.len(), r.len())));
+            let out = &mut all.data[r.start * width..r.end * width];
+            match ticket.wait() {
+                Ok(rows) if rows.len() == out.len() => out.copy_from_slice(&rows),
+                // Zeros keep the shapes; the lane's results are dropped.
+                Ok(rows) => self
+                    .state_mut()
+                    .fail(l, format!("{} table values, {} needed", rows.len(), r.len() * width)),
+                Err(e) => self.state_mut().fail(l, e.to_string()),
             }
-        }
-        for (l, cause) in failed {
-            self.state_mut().fail(l, cause);
         }
         self.map_rows(all.rows, width, at, |t, r, out| {
             for (e, v) in all.row(t).iter().enumerate() {
