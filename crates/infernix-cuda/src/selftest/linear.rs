@@ -20,6 +20,7 @@ pub(super) fn sample(rng: &mut Rng, n: usize, most: usize) -> Vec<usize> {
 }
 
 /// Worst error over bound of outputs `y(col, row)`: half an ulp (BF16) or 2^-24 |y| (FP32) plus K 2^-24 sum |w x|.
+#[expect(clippy::too_many_arguments, reason = "what one check compares")]
 pub(super) fn linear_share(
     w: &Words,
     rows: &[usize],

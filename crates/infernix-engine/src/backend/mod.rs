@@ -259,6 +259,7 @@ pub trait Backend: Sized {
 
     /// `R <- R + V + silu(sum_i w[c, i] C[t - (K-1-i) d, c])`, K taps, dilation d; zeros before the start. Rounds once
     /// to Act. State: the last `(K-1) d` columns of C, in Act.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one convolution")]
     fn ple_conv(
         &mut self,
         id: StateId,

@@ -181,6 +181,7 @@ struct HeadTask<'a> {
 }
 
 /// Advances all heads of all lanes; `u [T, C]`, `g, beta [T, nv]`, `o [T, nv * dv]` if wanted.
+#[expect(clippy::too_many_arguments, reason = "the operands of one recurrence")]
 fn advance_all(
     pool: &Pool,
     isa: Isa,

@@ -37,6 +37,7 @@ fn unit(x: &[f32], scale: f32, out: &mut [f32]) {
 
 /// One block of `N` columns of S from `j`: decay, read, correct, write, query.
 #[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "the operands of one recurrence")]
 fn columns<const N: usize>(
     s: &mut [f32],
     dv: usize,
