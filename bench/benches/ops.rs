@@ -2,6 +2,7 @@
 //!
 //! Matrix-vector products print their share of the memory bandwidth, measured in the same run as the best of several
 //! sums over 1 GiB by the same threads.
+#![expect(clippy::print_stderr, reason = "figures go to the terminal")]
 
 use std::hint::black_box;
 use std::sync::Arc;

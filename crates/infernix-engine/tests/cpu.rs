@@ -1,5 +1,6 @@
 //! The CPU backend on whole models: nothing about a call changes a bit, and it stays as close to the lossless backend as
 //! rounding allows.
+#![expect(clippy::print_stderr, reason = "figures go to the terminal")]
 
 mod common;
 
@@ -18,14 +19,14 @@ use std::sync::Arc;
 
 /// A checkpoint in memory or an artifact.
 enum Model {
-    Plain(MemorySource, Option<MemoryRows>),
+    Plain(Box<MemorySource>, Option<MemoryRows>),
     Artifact(Arc<infernix_artifact::Artifact>),
 }
 
 impl Model {
     fn plain(name: &str) -> Option<Self> {
         let (source, table) = plain_checkpoint(&shared(name)?);
-        Some(Model::Plain(source, table))
+        Some(Model::Plain(Box::new(source), table))
     }
 
     fn driver<B: Backend>(
@@ -37,7 +38,7 @@ impl Model {
         match self {
             Model::Plain(source, table) => {
                 let drafter = source.has_component(Component::Mtp);
-                let model = load(backend, source, LoadOptions { drafter, activations }).unwrap();
+                let model = load(backend, &**source, LoadOptions { drafter, activations }).unwrap();
                 let ngram = table.as_ref().map(|t| {
                     let ple = model.config.ple.clone().unwrap();
                     let o = NgramOptions { threads: 0, cache_bytes: 0 };

@@ -1,6 +1,7 @@
 //! Prompt and decode rates of the CPU backend; run with
 //! `cargo test --release -p infernix-engine --test cpu_speed -- --ignored --nocapture --test-threads 1`.
 //! `CPU_THREADS` (default 2); with 1, time is the thread's own processor time, steady on a busy machine.
+#![expect(clippy::print_stderr, reason = "figures go to the terminal")]
 
 mod common;
 
