@@ -92,12 +92,10 @@ pub(crate) fn plain_checkpoint(path: &Path) -> (MemorySource, Option<MemoryRows>
     (MemorySource { config, weights, expert_activation: 16 }, table.map(|v| MemoryRows::new(width, v)))
 }
 
-fn per_expert(
-    experts: u64,
-    prefix: &str,
-    source: &str,
-    read: &dyn Fn(&str) -> (Vec<u64>, Vec<u8>),
-) -> (Vec<u64>, Vec<u8>) {
+/// Shape and bytes of a stored tensor.
+type Stored = (Vec<u64>, Vec<u8>);
+
+fn per_expert(experts: u64, prefix: &str, source: &str, read: &dyn Fn(&str) -> Stored) -> Stored {
     let names: &[&str] = if source == "down_proj" { &["down_proj"] } else { &["gate_proj", "up_proj"] };
     let (mut all, mut shape) = (Vec::new(), vec![experts, 0, 0]);
     for e in 0..experts {
