@@ -384,7 +384,7 @@ mod tests {
                         let p = GemvPlan::new(f, n, k, cols, &info(shared), Gemv::RING);
                         // The high bits of a whole tile stay in shared memory: long q5 and q6 rows need the larger one.
                         if shared < 200_000
-                            && k > 5120
+                            && k > 2560
                             && matches!(f, WeightFormat::Q5G64 | WeightFormat::Q6G64)
                         {
                             continue;
