@@ -39,14 +39,24 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             let interrupted = INTERRUPTED.load(Ordering::SeqCst);
-            output::error(&format!("{error:#}"));
-            match error.downcast_ref::<output::Usage>() {
-                _ if interrupted => ExitCode::from(130),
-                Some(_) => ExitCode::from(2),
-                None => ExitCode::from(1),
-            }
+            output::error(&output::error_text(&error));
+            ExitCode::from(match () {
+                () if interrupted => 130,
+                () if is_usage(&error) => 2,
+                () => 1,
+            })
         }
     }
+}
+
+/// Whether what was typed is wrong, and not what was found.
+fn is_usage(error: &anyhow::Error) -> bool {
+    use infernix_convert::ConvertError as E;
+    error.is::<output::Usage>()
+        || matches!(
+            error.downcast_ref::<E>(),
+            Some(E::UnknownRecipe { .. } | E::Source { .. } | E::Option(_))
+        )
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

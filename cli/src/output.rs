@@ -19,11 +19,32 @@ pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
     Usage(message.into()).into()
 }
 
-/// Writes text to stdout as it is.
+/// Writes text to stdout as it is. A reader that closes early, like `head`, ends the output, not the command: a
+/// mismatch still ends with exit code 1.
 pub(crate) fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush()
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        result => result,
+    }
+}
+
+/// An error with its causes, each said once: most messages quote their cause already.
+pub(crate) fn error_text(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+/// `1 file`, `2 files`.
+pub(crate) fn counted(n: u64, noun: &str) -> String {
+    format!("{} {noun}{}", grouped(n), if n == 1 { "" } else { "s" })
 }
 
 /// Writes one JSON document to stdout.
@@ -141,6 +162,14 @@ mod tests {
         assert_eq!(grouped(999), "999");
         assert_eq!(grouped(24_576), "24,576");
         assert_eq!(grouped(320_001_536), "320,001,536");
+    }
+
+    #[test]
+    fn causes_that_a_message_quotes_are_not_repeated() {
+        let quoted = anyhow::anyhow!("disk on fire").context("a.bin: cannot read: disk on fire");
+        assert_eq!(error_text(&quoted), "a.bin: cannot read: disk on fire");
+        let told = anyhow::anyhow!("disk on fire").context("a.bin cannot be read");
+        assert_eq!(error_text(&told), "a.bin cannot be read: disk on fire");
     }
 
     #[test]

@@ -1,14 +1,21 @@
 //! Development chores: `cargo xtask COMMAND`.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a development tool reports to its terminal")]
 
+mod copy_ratio;
+mod generate;
 mod synth;
 
-const USAGE: &str = "usage: cargo xtask synth OUT [OPTIONS]   writes a synthetic checkpoint (`synth --help`)";
+const USAGE: &str = "\
+usage: cargo xtask synth OUT [OPTIONS]        writes a synthetic checkpoint (`synth --help`)
+       cargo xtask gen [--check]              writes docs/cli.md and docs/recipe-list.md, or says if they differ
+       cargo xtask copy-ratio PROGRAM CHECKPOINT SCRATCH   compares a conversion with a copy (`copy-ratio --help`)";
 
 fn main() -> std::process::ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let result = match args.first().map(String::as_str) {
         Some("synth") => synth::run(&args[1..]),
+        Some("gen") => generate::run(&args[1..]),
+        Some("copy-ratio") => copy_ratio::run(&args[1..]),
         Some("--help" | "-h") => {
             println!("{USAGE}");
             return std::process::ExitCode::SUCCESS;

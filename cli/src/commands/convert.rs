@@ -18,8 +18,10 @@ use std::sync::Arc;
 pub(crate) fn run(args: &ConvertArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     let options = options(args)?;
     let plan = infernix_convert::plan(&options)?;
-    for warning in &plan.warnings {
-        output::warn(warning);
+    refuse_collisions(&plan)?;
+    plan.warnings.iter().for_each(|warning| output::warn(warning));
+    if args.components.is_empty() {
+        undescribed(&plan).iter().for_each(|warning| output::warn(warning));
     }
     if args.dry_run {
         if args.json.json {
@@ -34,19 +36,23 @@ pub(crate) fn run(args: &ConvertArgs, progress: ProgressMode) -> anyhow::Result<
         output::note(&summary(&plan));
     }
     let run = RunOptions::new(Interrupt::new(interrupt()));
-    let result = infernix_convert::convert(&plan, &reporter, &run)?;
+    let fresh = !infernix_artifact::state_folder(&options.output).exists();
+    let result = match infernix_convert::convert(&plan, &reporter, &run) {
+        Ok(result) => result,
+        Err(error) => return Err(with_way_on(error.into(), &options, fresh)),
+    };
     for warning in &result.warnings {
         output::warn(warning);
     }
-    if args.json.json && !args.verify {
-        output::print_json(&with_version(result.to_json(&plan)))?;
-    } else if !args.json.json {
+    let document = with_version(result.to_json(&plan));
+    if !args.json.json {
         output::print(&result_text(&result))?;
     }
-    if !args.verify {
-        return Ok(Outcome::Done);
-    }
-    let [source, ..] = options.sources.as_slice() else { return Ok(Outcome::Done) };
+    let source = match options.sources.as_slice() {
+        [source, ..] if args.verify => source,
+        _ if args.json.json => return output::print_json(&document).map(|()| Outcome::Done),
+        _ => return Ok(Outcome::Done),
+    };
     let verify = VerifyArgs {
         artifact: options.output.clone(),
         checkpoint: Some(source.path.clone()),
@@ -58,7 +64,79 @@ pub(crate) fn run(args: &ConvertArgs, progress: ProgressMode) -> anyhow::Result<
         threads: args.threads,
         json: args.json,
     };
-    super::verify::run(&verify, progress)
+    // The checksums were made from these files a moment ago: they are not read once more.
+    let report = super::verify::report(&verify, progress, false)?;
+    if args.json.json {
+        let mut document = document;
+        document["verification"] = super::verify::document(&verify, &report)?;
+        output::print_json(&document)?;
+    }
+    super::verify::finish(&report, args.json.json)
+}
+
+/// What components the checkpoint holds that its configuration does not describe: silently dropping a drafter has
+/// cost other converters' users their speed.
+fn undescribed(plan: &Plan) -> Vec<String> {
+    let mut out = Vec::new();
+    for (component, key) in [("mtp", "mtp_num_hidden_layers is 0"), ("vision", "vision_config is absent")] {
+        let reason = format!("component {component} is not converted");
+        let n = plan.ignored.iter().filter(|i| i.reason == reason).count();
+        if n > 0 {
+            out.push(format!(
+                "{} of component {component} left out: the checkpoint has them, config.json does not describe them \
+                 ({key}); correct config.json to convert them, or say --components text",
+                output::counted(n as u64, "tensor"),
+            ));
+        }
+    }
+    out
+}
+
+/// The volume may have any name, but not that of another file of the set.
+fn refuse_collisions(plan: &Plan) -> anyhow::Result<()> {
+    let Some(volume) = &plan.ngram else { return Ok(()) };
+    let place = |path: &Path| {
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+        folder.join(path.file_name().unwrap_or_default())
+    };
+    let output = &plan.options.output;
+    let beside = |suffix: &str| {
+        let mut name = output.clone().into_os_string();
+        name.push(suffix);
+        PathBuf::from(name)
+    };
+    let folder = output.parent().unwrap_or(Path::new(""));
+    let others =
+        plan.files().into_iter().map(|f| folder.join(Path::new(&f.path).file_name().unwrap_or_default()));
+    let reserved = [beside(".conversion.json"), beside(".partial"), folder.join("SHA256SUMS")];
+    let wanted = place(&volume.path);
+    match others.chain(reserved).find(|path| place(path) == wanted) {
+        Some(path) => Err(usage(format!(
+            "the n-gram volume cannot be {}: the artifact has a file of that name",
+            path.display()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Says what is left behind by a failed conversion and how to go on; state without finished work is removed.
+fn with_way_on(error: anyhow::Error, options: &ConvertOptions, fresh: bool) -> anyhow::Error {
+    let state = infernix_artifact::state_folder(&options.output);
+    let interrupted = INTERRUPTED.load(std::sync::atomic::Ordering::SeqCst);
+    if fresh && !interrupted && matches!(options.ngram, NgramTarget::Beside) {
+        // Failing to tidy up is no reason to hide the first error.
+        let _ = infernix_artifact::discard_unused(&options.output);
+    }
+    let said = output::error_text(&error).contains("--resume");
+    if state.is_dir() && !said && fresh {
+        output::note(&format!(
+            "finished work is kept in {}: continue with --resume, or remove it with `infernix clean {}`",
+            state.display(),
+            options.output.display()
+        ));
+    }
+    error
 }
 
 pub(crate) fn with_version(mut value: serde_json::Value) -> serde_json::Value {
@@ -90,6 +168,9 @@ fn options(args: &ConvertArgs) -> anyhow::Result<ConvertOptions> {
         None if args.dry_run => PathBuf::from(format!("{}.infernix", recipe.name)),
         None => return Err(usage("say where to write with -o OUT.infernix")),
     };
+    if output.file_name().and_then(std::ffi::OsStr::to_str).is_none() {
+        return Err(usage(format!("-o {}: the output must be a file name in UTF-8", output.display())));
+    }
     let mut options = ConvertOptions::new("", recipe, output);
     options.sources = sources;
     options.components = components(&args.components)?;
@@ -183,9 +264,9 @@ fn ranking_from_text(file: &Path, sources: &[SourceSpec]) -> anyhow::Result<Rank
 fn summary(plan: &Plan) -> String {
     let volume = plan.ngram.as_ref().filter(|n| n.reuse.is_none()).map_or(0, |n| n.bytes);
     format!(
-        "writing {} in {} files{}; at most {} of memory",
+        "writing {} in {}{}; at most {} of memory",
         output::bytes(plan.artifact_bytes()),
-        plan.files().len(),
+        output::counted(plan.files().len() as u64, "file"),
         if volume > 0 {
             format!(" and an n-gram volume of {}", output::bytes(volume))
         } else {

@@ -41,6 +41,11 @@ pub(crate) fn rename(args: &RenameArgs) -> anyhow::Result<Outcome> {
 pub(crate) fn write_card(args: &CardArgs) -> anyhow::Result<Outcome> {
     let artifact = Artifact::open(&args.artifact)?;
     let verify = args.verify_report.as_deref().map(read_json).transpose()?;
+    if let (Some(report), Some(path)) = (&verify, &args.verify_report)
+        && !(report.get("ok").is_some_and(Value::is_boolean) && report.get("digests").is_some())
+    {
+        anyhow::bail!("{} is no report of `infernix verify --json`", path.display());
+    }
     let measurements = args
         .measurements
         .iter()
@@ -54,7 +59,11 @@ pub(crate) fn write_card(args: &CardArgs) -> anyhow::Result<Outcome> {
         Some(path) => {
             let mut file = File::create_new(path)
                 .with_context(|| format!("{} cannot be created; nothing is overwritten", path.display()))?;
-            file.write_all(text.as_bytes())?;
+            if let Err(e) = file.write_all(text.as_bytes()).and_then(|()| file.sync_all()) {
+                // Half a card must not stand there as a whole one.
+                let _ = fs::remove_file(path);
+                return Err(e).with_context(|| format!("{} cannot be written", path.display()));
+            }
             output::note(&format!("wrote {}", path.display()));
         }
         None if args.json.json => output::print_json(&json!({ "schema_version": 1, "card": text }))?,

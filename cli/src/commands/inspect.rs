@@ -42,6 +42,11 @@ fn kind(path: &Path) -> anyhow::Result<Kind> {
         return Ok(Kind::Checkpoint);
     }
     let mut magic = Vec::new();
+    // Opening a pipe would wait for its other end.
+    let what = path.metadata().with_context(|| format!("{} cannot be opened", path.display()))?;
+    if !what.is_file() {
+        bail!("{} is no regular file", path.display());
+    }
     let file = File::open(path).with_context(|| format!("{} cannot be opened", path.display()))?;
     file.take(8).read_to_end(&mut magic)?;
     Ok(match magic.as_slice() {
@@ -88,7 +93,14 @@ fn artifact(args: &InspectArgs) -> anyhow::Result<(Value, String)> {
         t.row(["name".into(), name.into()]);
     }
     t.row(["artifact_id".into(), artifact.artifact_id().to_string()]);
-    t.row(["size".into(), format!("{} bytes in {} files", grouped(artifact.file_bytes()), files.len())]);
+    t.row([
+        "size".into(),
+        format!(
+            "{} bytes in {}",
+            grouped(artifact.file_bytes()),
+            output::counted(files.len() as u64, "file")
+        ),
+    ]);
     let components: Vec<_> = directory.components.keys().map(String::as_str).collect();
     t.row(["components".into(), components.join(", ")]);
     t.row(["objects, bindings".into(), format!("{}, {}", directory.objects.len(), directory.bindings.len())]);

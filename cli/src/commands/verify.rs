@@ -6,15 +6,42 @@ use crate::args::{ProgressMode, RepairArgs, VerifyArgs};
 use crate::output::{self, Table, grouped, usage};
 use crate::progress::Reporter;
 use anyhow::Context as _;
+use infernix_artifact::ngram::{NgramTable, locate};
+use infernix_artifact::sums::{self, SHA256SUMS, SumState};
 use infernix_artifact::{Artifact, Interrupt};
 use infernix_convert::{NgramRows, Recipe, RepairOptions, SourceSpec, VerifyOptions, VerifyReport};
 use serde_json::json;
 use std::fmt::Write as _;
+use std::path::PathBuf;
 
 /// Re-quantized parameters shown in the table; the JSON document has all.
 const SHOWN: usize = 5;
 
 pub(crate) fn run(args: &VerifyArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    let report = report(args, progress, true)?;
+    if args.json.json {
+        output::print_json(&document(args, &report)?)?;
+    }
+    finish(&report, args.json.json)
+}
+
+/// The JSON document of a report.
+pub(crate) fn document(args: &VerifyArgs, report: &VerifyReport) -> anyhow::Result<serde_json::Value> {
+    let mut value = with_version(report.to_json());
+    value["artifact_id"] = json!(Artifact::open(&args.artifact)?.artifact_id().to_string());
+    Ok(value)
+}
+
+/// Prints a report as text unless it went out as JSON, and turns it into an outcome.
+pub(crate) fn finish(report: &VerifyReport, json: bool) -> anyhow::Result<Outcome> {
+    if !json {
+        output::print(&text(report).context("report")?)?;
+    }
+    Ok(if report.ok { Outcome::Done } else { Outcome::Mismatch })
+}
+
+/// Verifies; with `sums`, the lines of `SHA256SUMS` that belong to the set too.
+pub(crate) fn report(args: &VerifyArgs, progress: ProgressMode, sums: bool) -> anyhow::Result<VerifyReport> {
     let mut options = VerifyOptions::new(&args.artifact, args.checkpoint.clone());
     for source in &args.sources {
         options.sources.push(SourceSpec::parse(source)?);
@@ -30,18 +57,41 @@ pub(crate) fn run(args: &VerifyArgs, progress: ProgressMode) -> anyhow::Result<O
     options.trust_index = args.trust_index;
     options.threads = threads(args.threads)?;
     let reporter = Reporter::new(progress);
-    let report = infernix_convert::verify(&options, &reporter, &Interrupt::new(interrupt()))?;
+    let mut report = infernix_convert::verify(&options, &reporter, &Interrupt::new(interrupt()))?;
+    if sums {
+        check_sums(args, &mut report)?;
+    }
     for warning in &report.warnings {
         output::warn(warning);
     }
-    if args.json.json {
-        let mut value = with_version(report.to_json());
-        value["artifact_id"] = json!(Artifact::open(&args.artifact)?.artifact_id().to_string());
-        output::print_json(&value)?;
-    } else {
-        output::print(&text(&report).context("report")?)?;
+    Ok(report)
+}
+
+/// Holds the files of the set against their lines in the folder's `SHA256SUMS`. A folder without that file is no
+/// cause for a word: sets are also copied without it.
+fn check_sums(args: &VerifyArgs, report: &mut VerifyReport) -> anyhow::Result<()> {
+    let artifact = Artifact::open(&args.artifact)?;
+    let mut files: Vec<PathBuf> = artifact.paths().map(ToOwned::to_owned).collect();
+    if let (false, Ok(Some(table))) = (args.skip_ngram, NgramTable::of(artifact.directory())) {
+        files.push(locate(artifact.path(), args.ngram.as_deref(), table.volume_id)?.path);
     }
-    Ok(if report.ok { Outcome::Done } else { Outcome::Mismatch })
+    let listed = |path: &PathBuf| path.parent().is_some_and(|p| p.join(SHA256SUMS).is_file());
+    files.retain(listed);
+    for (path, state) in sums::check(&files, &Interrupt::new(interrupt()))? {
+        match state {
+            SumState::Ok => {}
+            SumState::Mismatch => {
+                report
+                    .problems
+                    .push(format!("{}: its SHA-256 is not that of its line in {SHA256SUMS}", path.display()));
+                report.ok = false;
+            }
+            SumState::Absent => {
+                report.warnings.push(format!("{}: {SHA256SUMS} has no line for it", path.display()))
+            }
+        }
+    }
+    Ok(())
 }
 
 pub(crate) fn repair(args: &RepairArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
@@ -84,8 +134,8 @@ fn text(r: &VerifyReport) -> anyhow::Result<String> {
         t.row(["routed experts".into(), grouped(r.experts), grouped(r.expert_mismatches)]);
         t.row(["tensors, word for word".into(), grouped(r.tensors), grouped(r.tensor_mismatch_count)]);
         t.row(["expert input scales".into(), "".into(), grouped(r.input_scale_mismatches)]);
+        t.row(["n-gram rows".into(), grouped(r.ngram_rows_checked), grouped(r.ngram_row_mismatches)]);
     }
-    t.row(["n-gram rows".into(), grouped(r.ngram_rows_checked), grouped(r.ngram_row_mismatches)]);
     let digests = match r.digests.as_str() {
         "ok" => "0".to_owned(),
         _ => grouped(r.corrupt_objects.len() as u64),

@@ -70,12 +70,50 @@ pub fn state_folder(out: &Path) -> PathBuf {
 /// [`ArtifactError::Locked`] while a conversion runs; I/O errors.
 pub fn clean(out: &Path) -> Result<bool> {
     let folder = state_folder(out);
-    if !folder.is_dir() {
+    if folder.symlink_metadata().is_err() {
         return Ok(false);
     }
+    refuse_foreign(&folder)?;
     let _lock = Lock::acquire(&folder)?;
     fs::remove_dir_all(&folder).map_err(|e| ArtifactError::io(&folder, "remove", e))?;
     Ok(true)
+}
+
+/// Removes the state of a conversion of `out` that finished no object and no row, as one that found too little space
+/// does: nothing is lost by it, and the next try needs no `--resume`. False when there was none or it holds work.
+///
+/// # Errors
+/// As [`clean`].
+pub fn discard_unused(out: &Path) -> Result<bool> {
+    let folder = state_folder(out);
+    let lines = |name: &str| match fs::read_to_string(folder.join(name)) {
+        Ok(text) => Ok(text),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        Err(e) => Err(ArtifactError::io(&folder.join(name), "read", e)),
+    };
+    let work = |line: &str| line.contains("\"object\":") || line.contains("\"publish\":");
+    // The first line of the volume's journal says what is to be written, each further one what was.
+    if lines("journal.jsonl")?.lines().any(work) || lines("volume.jsonl")?.lines().count() > 1 {
+        return Ok(false);
+    }
+    clean(out)
+}
+
+/// An error if `folder` holds anything that no conversion put there: it would be lost with the state.
+fn refuse_foreign(folder: &Path) -> Result<()> {
+    const OWN: [&str; 6] = ["lock", "journal.jsonl", "volume.jsonl", "entry", "volume", "report.json"];
+    let entries = fs::read_dir(folder).map_err(|e| ArtifactError::io(folder, "list", e))?;
+    for entry in entries {
+        let name = entry.map_err(|e| ArtifactError::io(folder, "list", e))?.file_name();
+        let own = name.to_str().is_some_and(|n| OWN.contains(&n) || n.starts_with("part-"));
+        if !own {
+            return Err(ArtifactError::Invalid(format!(
+                "{}: is not part of a conversion's state; move it away first",
+                folder.join(name).display()
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// An exclusive lock: the file says who holds it, `flock` says whether.
@@ -212,7 +250,14 @@ impl State {
                 drop(Lock::acquire(&folder)?);
                 return Err(ArtifactError::StateExists { path: folder });
             }
+            refuse_foreign(&folder)?;
         } else {
+            if !folder_of(out).is_dir() {
+                return Err(ArtifactError::Invalid(format!(
+                    "{}: there is no such folder; create it first",
+                    folder_of(out).display()
+                )));
+            }
             match io.create_dir(&folder) {
                 Err(ArtifactError::Io { source, .. })
                     if source.kind() == std::io::ErrorKind::AlreadyExists => {}
@@ -233,6 +278,8 @@ impl State {
                 return Err(journal.damaged("it was written by another version"));
             }
             if let Some((name, recorded, now)) = recorded.difference(key) {
+                let shown = |value: String| if value.is_empty() { "none".to_owned() } else { value };
+                let (recorded, now) = (shown(recorded), shown(now));
                 return Err(ArtifactError::StateDiffers { path: folder, name, recorded, now });
             }
         }
@@ -289,6 +336,39 @@ mod tests {
         assert!(matches!(damaged, Err(ArtifactError::StateDamaged { .. })));
         assert!(clean(&out).unwrap());
         assert!(!clean(&out).unwrap());
+    }
+
+    #[test]
+    fn files_of_others_in_the_state_folder_are_never_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("o");
+        drop(State::open(&out, &JournalKey::new(), Resume::No, Io::default()).unwrap());
+        let mine = state_folder(&out).join("mine.txt");
+        fs::write(&mine, "x").unwrap();
+        assert!(clean(&out).unwrap_err().to_string().contains("mine.txt"));
+        assert!(State::open(&out, &JournalKey::new(), Resume::Yes, Io::default()).is_err());
+        assert!(mine.exists());
+        fs::remove_file(&mine).unwrap();
+        assert!(clean(&out).unwrap());
+        fs::write(state_folder(&out), "a file").unwrap();
+        assert!(clean(&out).is_err(), "a file in place of the folder is not ours");
+    }
+
+    #[test]
+    fn only_state_without_finished_work_is_discarded() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("o");
+        let (state, _) = State::open(&out, &JournalKey::new(), Resume::No, Io::default()).unwrap();
+        state.append(&[json!({"plan": "00"})]).unwrap();
+        assert!(discard_unused(&out).is_err(), "locked");
+        state.append(&[json!({"object": "a", "digest": "00"})]).unwrap();
+        drop(state);
+        assert!(!discard_unused(&out).unwrap());
+        assert!(clean(&out).unwrap());
+        let (state, _) = State::open(&out, &JournalKey::new(), Resume::No, Io::default()).unwrap();
+        drop(state);
+        assert!(discard_unused(&out).unwrap());
+        assert!(!discard_unused(&out).unwrap());
     }
 
     #[test]
