@@ -22,6 +22,8 @@ mod out;
 mod pack;
 mod portable;
 mod rows;
+#[cfg(target_arch = "x86_64")]
+mod stored;
 
 pub use out::Out;
 pub use pack::Packed;
