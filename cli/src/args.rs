@@ -49,6 +49,8 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// Write a model's logits over given token ids, for comparing engines
     Logits(LogitsArgs),
+    /// Measure prompt and generation throughput in process
+    Bench(BenchArgs),
     /// Convert and verify the bundled model, then let it answer a prompt
     Demo(DemoArgs),
     /// Report what this machine can run
@@ -365,6 +367,65 @@ pub(crate) enum Boundaries {
     Bf16,
     /// For comparison with FP32 references
     Fp32,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Measure random weights of this geometry, built in memory, instead of a model; an unknown name lists them
+    #[arg(long, value_name = "NAME")]
+    pub(crate) synthetic: Option<String>,
+    /// Format of the synthetic model's large matrices: q4, q5, q6, q8, nvfp4 or bf16
+    #[arg(long, value_name = "FORMAT", default_value = "q4", requires = "synthetic")]
+    pub(crate) synthetic_format: String,
+    /// Prompt lengths to measure [default: 512 unless another test is asked for]
+    #[arg(long = "n-prompt", short = 'p', value_name = "N", value_delimiter = ',')]
+    pub(crate) prompts: Vec<usize>,
+    /// Generation lengths to measure [default: 128 unless another test is asked for]
+    #[arg(long = "n-gen", short = 'n', value_name = "N", value_delimiter = ',')]
+    pub(crate) generations: Vec<usize>,
+    /// Prompt and generation in one measurement (repeatable; also spelled -pg)
+    #[arg(long = "pg", value_name = "P,N")]
+    pub(crate) pairs: Vec<String>,
+    /// Tokens already in the sequence, for every test
+    #[arg(long = "n-depth", short = 'd', value_name = "N", value_delimiter = ',')]
+    pub(crate) depths: Vec<usize>,
+    /// Counted repetitions of each test
+    #[arg(long, short = 'r', value_name = "N", default_value_t = 5)]
+    pub(crate) repetitions: usize,
+    /// Tokens per prompt call
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub(crate) prefill_chunk: usize,
+    /// Skip the uncounted first run of each test
+    #[arg(long)]
+    pub(crate) no_warmup: bool,
+    /// Skip measuring the memory-bandwidth limit
+    #[arg(long)]
+    pub(crate) no_limit: bool,
+    /// Run each test once more and show where its time goes, operation by operation
+    #[arg(long)]
+    pub(crate) breakdown: bool,
+    /// Seed of the tokens and of synthetic weights
+    #[arg(long, value_name = "N", default_value_t = 42)]
+    pub(crate) seed: u64,
+    /// Form of the results; csv, json and jsonl have llama-bench's names
+    #[arg(long, short, value_enum, default_value_t = BenchOutput::Md)]
+    pub(crate) output: BenchOutput,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchOutput {
+    /// Markdown table
+    Md,
+    /// Comma-separated values
+    Csv,
+    /// JSON list of objects
+    Json,
+    /// One JSON object a line
+    Jsonl,
 }
 
 #[derive(Debug, Args)]

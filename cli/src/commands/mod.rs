@@ -3,6 +3,7 @@
 use crate::Outcome;
 use crate::args::{Cli, Command};
 
+mod bench;
 mod convert;
 mod demo;
 mod doctor;
@@ -27,6 +28,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
         Command::Clean(args) => files::clean(&args),
         Command::Card(args) => files::write_card(&args),
         Command::Run(args) => run::run(&args, progress),
+        Command::Bench(args) => bench::run(&args, progress),
         Command::Logits(args) => logits::run(&args, progress),
         Command::Demo(args) => demo::run(&args, progress),
         Command::Doctor(args) => doctor::run(&args),

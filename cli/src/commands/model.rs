@@ -160,6 +160,43 @@ pub(crate) enum BackendKind {
     Lossless,
 }
 
+/// How a command asked for a model to be run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct How {
+    pub(crate) backend: BackendKind,
+    pub(crate) activations: ActivationPolicy,
+    pub(crate) kv: KvFormat,
+    /// Decode threads; 0 leaves it to the backend.
+    pub(crate) threads: usize,
+    /// Prefill threads; 0 is as decode.
+    pub(crate) threads_batch: usize,
+}
+
+impl How {
+    pub(crate) fn new(args: &ModelArgs) -> anyhow::Result<Self> {
+        let backend = backend(args)?;
+        let a = &args.activations;
+        let activations = match (a.a16_activations, a.a8_activations, a.a4_activations) {
+            (true, ..) => ActivationPolicy::A16,
+            (_, true, _) => ActivationPolicy::A8,
+            (.., true) => ActivationPolicy::A4,
+            // The reference keeps every activation at 16 bits unless told otherwise.
+            _ if backend == BackendKind::Lossless => ActivationPolicy::A16,
+            _ => ActivationPolicy::Artifact,
+        };
+        Ok(Self {
+            backend,
+            activations,
+            kv: match args.kv_dtype {
+                KvDtype::Bf16 => KvFormat::Bf16,
+                KvDtype::Int8 => KvFormat::Int8,
+            },
+            threads: threads("threads", args.threads)?,
+            threads_batch: threads("threads-batch", args.threads_batch)?,
+        })
+    }
+}
+
 /// A model found and checked, ready to be loaded into a backend.
 pub(crate) struct OpenModel {
     pub(crate) artifact: Arc<Artifact>,
@@ -175,28 +212,16 @@ pub(crate) struct OpenModel {
 
 impl OpenModel {
     pub(crate) fn new(args: &ModelArgs, progress: ProgressMode) -> anyhow::Result<Self> {
-        let backend = backend(args)?;
-        let a = &args.activations;
-        let activations = match (a.a16_activations, a.a8_activations, a.a4_activations) {
-            (true, ..) => ActivationPolicy::A16,
-            (_, true, _) => ActivationPolicy::A8,
-            (.., true) => ActivationPolicy::A4,
-            // The reference keeps every activation at 16 bits unless told otherwise.
-            _ if backend == BackendKind::Lossless => ActivationPolicy::A16,
-            _ => ActivationPolicy::Artifact,
-        };
+        let How { backend, activations, kv, threads, threads_batch } = How::new(args)?;
         let path = artifact_path(args, progress)?;
         Ok(Self {
             artifact: Arc::new(Artifact::open(&path)?),
             ngram: args.ngram.clone(),
             backend,
             activations,
-            kv: match args.kv_dtype {
-                KvDtype::Bf16 => KvFormat::Bf16,
-                KvDtype::Int8 => KvFormat::Int8,
-            },
-            threads: threads("threads", args.threads)?,
-            threads_batch: threads("threads-batch", args.threads_batch)?,
+            kv,
+            threads,
+            threads_batch,
         })
     }
 

@@ -8,5 +8,6 @@ pub mod ngram;
 pub mod numerics;
 pub mod sample;
 pub mod state;
+pub mod synthetic;
 
 pub use error::EngineError;

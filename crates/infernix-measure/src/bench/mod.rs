@@ -46,7 +46,12 @@ impl Test {
 }
 
 /// Every prompt length, every generation length and every pair, each at every depth. Zero lengths are left out.
-pub fn grid(prompts: &[usize], generations: &[usize], pairs: &[(usize, usize)], depths: &[usize]) -> Vec<Test> {
+pub fn grid(
+    prompts: &[usize],
+    generations: &[usize],
+    pairs: &[(usize, usize)],
+    depths: &[usize],
+) -> Vec<Test> {
     let at = |prompt, generate, depth| Test { prompt, generate, depth };
     let mut tests = Vec::new();
     for &d in depths {
@@ -227,8 +232,7 @@ mod tests {
 
     #[test]
     fn a_grid_has_every_length_at_every_depth_and_no_empty_test() {
-        let labels: Vec<_> =
-            grid(&[512, 0], &[32], &[(16, 8)], &[0, 64]).iter().map(Test::label).collect();
+        let labels: Vec<_> = grid(&[512, 0], &[32], &[(16, 8)], &[0, 64]).iter().map(Test::label).collect();
         assert_eq!(labels, ["pp512", "tg32", "pp16+tg8", "pp512 @ d64", "tg32 @ d64", "pp16+tg8 @ d64"]);
     }
 

@@ -240,7 +240,8 @@ pub fn document(s: &Subject, settings: Settings, tests: &[Measured], breakdowns:
                 .iter()
                 .map(|(name, c)| {
                     let seconds = c.time.as_secs_f64();
-                    let share = limit.filter(|_| c.bytes > 0 && seconds > 0.0).map(|l| c.bytes as f64 / seconds / l);
+                    let share =
+                        limit.filter(|_| c.bytes > 0 && seconds > 0.0).map(|l| c.bytes as f64 / seconds / l);
                     json!({
                         "operation": name,
                         "calls": c.calls,
@@ -351,13 +352,9 @@ mod tests {
 
     #[test]
     fn the_document_names_its_schema_and_shares() {
-        let cost = Cost {
-            calls: 1,
-            time: Duration::from_millis(10),
-            bytes: 100_000_000,
-            operations: 4,
-        };
-        let b = Breakdown { test: "tg1".into(), seconds: 0.02, operations: vec![("linear Head".into(), cost)] };
+        let cost = Cost { calls: 1, time: Duration::from_millis(10), bytes: 100_000_000, operations: 4 };
+        let b =
+            Breakdown { test: "tg1".into(), seconds: 0.02, operations: vec![("linear Head".into(), cost)] };
         let d = document(&subject(), SETTINGS, &[measured(0, 50)], std::slice::from_ref(&b));
         assert_eq!(d["schema_version"], SCHEMA_VERSION);
         assert_eq!(d["tests"][0]["share_of_read_limit"], 0.75);

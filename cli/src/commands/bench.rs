@@ -1,0 +1,340 @@
+//! `infernix bench`: prompt and generation throughput of a model in process.
+
+use super::model::{BackendKind, How, OpenModel};
+use crate::args::{BenchArgs, BenchOutput, ProgressMode};
+use crate::output::{self, usage};
+use crate::{INTERRUPTED, Outcome};
+use anyhow::bail;
+use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
+use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
+use infernix_engine::backend::{ActivationPolicy, Backend};
+use infernix_engine::driver::{Driver, DriverOptions};
+use infernix_engine::model::{ArtifactSource, LoadOptions, WeightSource, load};
+use infernix_engine::ngram::{Ngram, NgramOptions, open_ngram};
+use infernix_engine::state::KvFormat;
+use infernix_engine::synthetic::{self, GEOMETRIES, Geometry};
+use infernix_formats::Format;
+use infernix_measure::bench::bytes::model_bytes;
+use infernix_measure::bench::limit::{BUFFER_BYTES, Reader};
+use infernix_measure::bench::machine::{Machine, available_memory};
+use infernix_measure::bench::render::{self, Breakdown, Subject};
+use infernix_measure::bench::timed::Timed;
+use infernix_measure::bench::{Measured, Settings, Test, grid, measure};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+/// Passes over the buffer before and after the tests; the best of all counts.
+const LIMIT_PASSES: usize = 6;
+
+pub(crate) fn run(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    let tests = tests(args)?;
+    let clock = Instant::now();
+    let found = find(args, progress)?;
+    let options = LoadOptions { drafter: false, activations: found.activations };
+    let cpu = CpuOptions { threads: found.threads, threads_batch: found.threads_batch, isa: None };
+    let started = |s: &dyn WeightSource| -> anyhow::Result<Subject> { subject(args, &found, s, &cpu) };
+    let source = found.source.as_source();
+    let subject = started(source)?;
+    let run = Run { args, tests, subject, found: &found, clock };
+    match (found.backend, args.breakdown) {
+        (BackendKind::Cpu, false) => run.plain(load(CpuBackend::new(cpu), source, options)?),
+        (BackendKind::Cpu, true) => run.timed(load(Timed::new(CpuBackend::new(cpu)), source, options)?),
+        (BackendKind::Lossless, broken_down) => {
+            let backend = Lossless::new(LosslessOptions::default());
+            if broken_down {
+                run.timed(load(Timed::new(backend), source, options)?)
+            } else {
+                run.plain(load(backend, source, options)?)
+            }
+        }
+    }
+}
+
+fn tests(args: &BenchArgs) -> anyhow::Result<Vec<Test>> {
+    let mut pairs = Vec::new();
+    for text in &args.pairs {
+        let pair =
+            text.split_once(',').and_then(|(p, g)| Some((p.trim().parse().ok()?, g.trim().parse().ok()?)));
+        pairs.push(pair.ok_or_else(|| usage(format!("-pg takes PROMPT,GENERATE, not {text:?}")))?);
+    }
+    // As llama-bench: its defaults hold unless something is asked for.
+    let asked = !args.prompts.is_empty() || !args.generations.is_empty() || !pairs.is_empty();
+    let or = |given: &[usize], default: usize| if asked { given.to_vec() } else { vec![default] };
+    let depths = if args.depths.is_empty() { vec![0] } else { args.depths.clone() };
+    let tests = grid(&or(&args.prompts, 512), &or(&args.generations, 128), &pairs, &depths);
+    if tests.is_empty() {
+        return Err(usage("nothing to measure: every length is 0"));
+    }
+    if args.repetitions == 0 || args.prefill_chunk == 0 {
+        return Err(usage("--repetitions and --prefill-chunk must be at least 1"));
+    }
+    Ok(tests)
+}
+
+/// Weights, wherever they come from.
+enum Weights {
+    Stored(ArtifactSource),
+    Synthetic(infernix_engine::model::MemorySource),
+}
+
+impl Weights {
+    fn as_source(&self) -> &dyn WeightSource {
+        match self {
+            Weights::Stored(s) => s,
+            Weights::Synthetic(s) => s,
+        }
+    }
+}
+
+/// A model and how to run it.
+struct Found {
+    name: String,
+    format: String,
+    source: Weights,
+    open: Option<OpenModel>,
+    backend: BackendKind,
+    activations: ActivationPolicy,
+    kv: KvFormat,
+    threads: usize,
+    threads_batch: usize,
+}
+
+fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
+    let Some(name) = &args.synthetic else {
+        let open = OpenModel::new(&args.model, progress)?;
+        let source = ArtifactSource::new(Arc::clone(&open.artifact))?;
+        return Ok(Found {
+            name: open.artifact.path().file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            format: dominant_format(&source)?,
+            source: Weights::Stored(source),
+            backend: open.backend,
+            activations: open.activations,
+            kv: open.kv,
+            threads: open.threads,
+            threads_batch: open.threads_batch,
+            open: Some(open),
+        });
+    };
+    if args.model.model.is_some() {
+        return Err(usage("give a model or --synthetic, not both"));
+    }
+    let Some(geometry) = Geometry::find(name) else {
+        let names: Vec<_> = GEOMETRIES.iter().map(|g| format!("  {}: {}", g.name, g.about)).collect();
+        return Err(usage(format!("no geometry {name:?}; there are\n{}", names.join("\n"))));
+    };
+    let format = synthetic_format(&args.synthetic_format)?;
+    let sizes = synthetic::sizes(&geometry, format)?;
+    let free = available_memory();
+    if free > 0 && sizes.bytes + sizes.bytes / 16 > free {
+        bail!(
+            "{name} in {format} needs {} of memory for its weights, {} are available",
+            output::bytes(sizes.bytes),
+            output::bytes(free)
+        );
+    }
+    output::note(&format!("building {name} in {format}: {} of random weights", output::bytes(sizes.bytes)));
+    let how = How::new(&args.model)?;
+    Ok(Found {
+        name: name.clone(),
+        format: format.to_string(),
+        source: Weights::Synthetic(synthetic::build(&geometry, format, args.seed)?),
+        open: None,
+        backend: how.backend,
+        activations: how.activations,
+        kv: how.kv,
+        threads: how.threads,
+        threads_batch: how.threads_batch,
+    })
+}
+
+/// A format by its container name, or by the start of one.
+fn synthetic_format(name: &str) -> anyhow::Result<Format> {
+    let found =
+        synthetic::FORMATS.into_iter().find(|f| f.name() == name || f.name().split('_').next() == Some(name));
+    found.ok_or_else(|| {
+        let names: Vec<_> = synthetic::FORMATS.iter().map(|f| f.name()).collect();
+        usage(format!("no synthetic weights in {name:?}; there are {}", names.join(", ")))
+    })
+}
+
+/// The format that holds the most bytes.
+fn dominant_format(source: &dyn WeightSource) -> anyhow::Result<String> {
+    let mut bytes = std::collections::BTreeMap::<String, usize>::new();
+    for name in source.names().iter().filter(|n| n.starts_with("text/")) {
+        if name.ends_with("ngram_table") {
+            continue;
+        }
+        for part in source.weight(name)?.parts {
+            *bytes.entry(part.format.to_string()).or_default() += (*part.bytes).as_ref().len();
+        }
+    }
+    Ok(bytes.into_iter().max_by_key(|b| b.1).map_or_else(String::new, |b| b.0))
+}
+
+fn subject(
+    args: &BenchArgs,
+    found: &Found,
+    source: &dyn WeightSource,
+    cpu: &CpuOptions,
+) -> anyhow::Result<Subject> {
+    let architecture = source.config().architecture.model_type().trim_end_matches("_text");
+    // Threads as the backend resolves them.
+    let (threads, threads_batch) = match found.backend {
+        BackendKind::Cpu => CpuBackend::new(*cpu).threads(),
+        BackendKind::Lossless => {
+            let n = std::thread::available_parallelism().map_or(1, usize::from);
+            (n, n)
+        }
+    };
+    let activations = match found.activations {
+        ActivationPolicy::Artifact => "artifact",
+        ActivationPolicy::A16 => "a16",
+        ActivationPolicy::A8 => "a8",
+        ActivationPolicy::A4 => "a4",
+    };
+    let quoted = |a: String| if a.contains(' ') { format!("'{a}'") } else { a };
+    let name_of = |a: &str| std::path::Path::new(a).file_name().map(|n| n.to_string_lossy().into_owned());
+    let mut words: Vec<String> = std::env::args().collect();
+    // The program and the model by name: where they lie on this machine is nobody's business.
+    for word in words.iter_mut().filter(|w| w.contains('/')) {
+        *word = name_of(word).unwrap_or_default();
+    }
+    Ok(Subject {
+        command: words.into_iter().map(quoted).collect::<Vec<_>>().join(" "),
+        model: found.name.clone(),
+        model_type: format!("{architecture} {}", found.format),
+        synthetic: args.synthetic.is_some(),
+        bytes: model_bytes(source)?,
+        backend: match found.backend {
+            BackendKind::Cpu => "cpu".into(),
+            BackendKind::Lossless => "lossless".into(),
+        },
+        threads,
+        threads_batch,
+        activations: activations.into(),
+        kv: match found.kv {
+            KvFormat::Bf16 => "bf16".into(),
+            KvFormat::Int8 => "int8".into(),
+            KvFormat::F32 => "f32".into(),
+        },
+        load_seconds: 0.0,
+        machine: Machine::this(),
+        read_limit: None,
+    })
+}
+
+struct Run<'a> {
+    args: &'a BenchArgs,
+    tests: Vec<Test>,
+    subject: Subject,
+    found: &'a Found,
+    clock: Instant,
+}
+
+impl Run<'_> {
+    fn settings(&self) -> Settings {
+        Settings {
+            repetitions: self.args.repetitions,
+            prefill_chunk: self.args.prefill_chunk,
+            warm_up: !self.args.no_warmup,
+            seed: self.args.seed,
+        }
+    }
+
+    fn driver<B: Backend>(&mut self, model: infernix_engine::model::Model<B>) -> anyhow::Result<Driver<B>> {
+        let tokens = self.tests.iter().map(Test::room).max().unwrap_or(0) + self.args.prefill_chunk.min(64);
+        let ngram = self.ngram()?;
+        let options = DriverOptions { tokens, kv: self.found.kv, ..DriverOptions::default() };
+        let driver = Driver::new(model, ngram, options)?;
+        self.subject.load_seconds = self.clock.elapsed().as_secs_f64();
+        Ok(driver)
+    }
+
+    fn ngram(&self) -> anyhow::Result<Option<Ngram>> {
+        let Some(open) = &self.found.open else { return Ok(None) };
+        let found = open_ngram(&open.artifact, open.ngram.as_deref(), NgramOptions::default())?;
+        Ok(found.map(|(ngram, warnings)| {
+            warnings.iter().for_each(|w| output::warn(w));
+            ngram
+        }))
+    }
+
+    fn plain<B: Backend>(mut self, model: infernix_engine::model::Model<B>) -> anyhow::Result<Outcome> {
+        let mut driver = self.driver(model)?;
+        self.measure(&mut driver, |_| Vec::new())
+    }
+
+    fn timed<B: Backend>(
+        mut self,
+        model: infernix_engine::model::Model<Timed<B>>,
+    ) -> anyhow::Result<Outcome> {
+        let mut driver = self.driver(model)?;
+        self.measure(&mut driver, |driver| driver.model.backend.take())
+    }
+
+    /// All tests, then the report; `costs` empties what a timed backend has noted.
+    fn measure<B: Backend>(
+        mut self,
+        driver: &mut Driver<B>,
+        mut costs: impl FnMut(&mut Driver<B>) -> Vec<(String, infernix_measure::bench::timed::Cost)>,
+    ) -> anyhow::Result<Outcome> {
+        let go_on = || !INTERRUPTED.load(Ordering::Relaxed);
+        let settings = self.settings();
+        let mut reader = (!self.args.no_limit).then(|| Reader::new(BUFFER_BYTES, self.subject.threads));
+        let mut limit = reader.as_mut().map(|r| r.read(LIMIT_PASSES));
+        let mut measured: Vec<Measured> = Vec::new();
+        let mut breakdowns = Vec::new();
+        for test in &self.tests {
+            let Some(m) = measure(driver, *test, settings, &go_on)? else { bail!("interrupted") };
+            costs(driver);
+            if self.args.breakdown {
+                // A run of its own, so that neither warm-up nor depth is in it.
+                let one = Settings { repetitions: 1, warm_up: false, ..settings };
+                let Some(single) = measure(driver, Test { depth: 0, ..*test }, one, &go_on)? else {
+                    bail!("interrupted")
+                };
+                let seconds = single.time().mean / 1e9;
+                breakdowns.push(Breakdown { test: single.test.label(), seconds, operations: costs(driver) });
+            }
+            limit = reader.as_mut().map(|r| r.read(1)).or(limit);
+            measured.push(m);
+        }
+        self.subject.read_limit = reader.as_mut().map(|r| r.read(LIMIT_PASSES)).or(limit);
+        self.report(settings, &measured, &breakdowns)
+    }
+
+    fn report(
+        &self,
+        settings: Settings,
+        tests: &[Measured],
+        breakdowns: &[Breakdown],
+    ) -> anyhow::Result<Outcome> {
+        let s = &self.subject;
+        if self.args.json.json {
+            output::print_json(&render::document(s, settings, tests, breakdowns))?;
+            return Ok(Outcome::Done);
+        }
+        let objects = || tests.iter().map(|m| render::llama_object(s, settings, m));
+        match self.args.output {
+            BenchOutput::Md => output::print(&render::markdown(s, tests))?,
+            BenchOutput::Csv => output::print(&render::csv(s, settings, tests))?,
+            BenchOutput::Json => output::print_json(&objects().collect())?,
+            BenchOutput::Jsonl => {
+                for object in objects() {
+                    output::print(&format!("{object}\n"))?;
+                }
+            }
+        }
+        for b in breakdowns {
+            let text = render::breakdown_markdown(b, s.read_limit);
+            // Machine-readable output stays what it is.
+            if self.args.output == BenchOutput::Md {
+                output::print(&format!("\n{text}"))?;
+            } else {
+                output::note(&text);
+            }
+        }
+        Ok(Outcome::Done)
+    }
+}

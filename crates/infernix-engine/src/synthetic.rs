@@ -1,0 +1,449 @@
+//! Synthetic models: random legal words in a given geometry, made in memory, for measuring speed without a download.
+//!
+//! Codes are uniform over their legal values; scales are set so that every linear preserves the RMS of its input, which
+//! keeps activations finite and routing spread out. Nothing such a model says has a meaning.
+
+use crate::backend::{WeightData, WeightPart};
+use crate::error::EngineError;
+use crate::model::MemorySource;
+use infernix_formats::expert_bank::{BankShape, Nvfp4Planes, pack_nvfp4};
+use infernix_formats::scalar::{bf16_from_f32, e4m3_from_f32, f16_from_f32};
+use infernix_formats::{Format, Layout, PlaneRole, encoded_size, planes};
+use infernix_model::{
+    Class, Component, ModelConfig, Parameter, expert_parent_names, parameters, source_prefix,
+};
+use rayon::prelude::*;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A geometry that can be built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Name on the command line.
+    pub name: &'static str,
+    /// What it is.
+    pub about: &'static str,
+    numbers: Numbers,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Numbers {
+    hidden: u64,
+    layers: u64,
+    vocab: u64,
+    heads: u64,
+    kv_heads: u64,
+    key_heads: u64,
+    value_heads: u64,
+    /// Width of the dense MLP, or of the shared expert.
+    intermediate: u64,
+    /// Experts, experts a token, width of one; `None` is dense.
+    experts: Option<(u64, u64, u64)>,
+}
+
+const TEST: Numbers = Numbers {
+    hidden: 128,
+    layers: 4,
+    vocab: 256,
+    heads: 1,
+    kv_heads: 1,
+    key_heads: 1,
+    value_heads: 2,
+    intermediate: 256,
+    experts: None,
+};
+
+/// Every geometry, smallest first. Head widths are the family's: 256 in attention, 128 in the delta net.
+pub const GEOMETRIES: [Geometry; 5] = [
+    Geometry {
+        name: "qwen3_5_test",
+        about: "0.5 M parameters, dense, for tests: 4 layers of width 128",
+        numbers: TEST,
+    },
+    Geometry {
+        name: "qwen3_5_moe_test",
+        about: "0.7 M parameters with 4 experts, 2 a token, for tests",
+        numbers: Numbers { experts: Some((4, 2, 128)), ..TEST },
+    },
+    Geometry {
+        name: "qwen3_5_0_6b",
+        about: "0.6 B parameters, dense: 24 layers of width 1024",
+        numbers: Numbers {
+            hidden: 1024,
+            layers: 24,
+            vocab: 49_152,
+            heads: 8,
+            kv_heads: 2,
+            key_heads: 16,
+            value_heads: 16,
+            intermediate: 3584,
+            experts: None,
+        },
+    },
+    Geometry {
+        name: "qwen3_5_moe_2b",
+        about: "2 B parameters, 0.4 B a token: 24 layers of width 1024 with 64 experts, 8 a token",
+        numbers: Numbers {
+            hidden: 1024,
+            layers: 24,
+            vocab: 49_152,
+            heads: 8,
+            kv_heads: 2,
+            key_heads: 16,
+            value_heads: 16,
+            intermediate: 512,
+            experts: Some((64, 8, 384)),
+        },
+    },
+    Geometry {
+        name: "qwen3_8_27b",
+        about: "26.9 B parameters, dense: the geometry of Qwen3.8-27B without its vision tower",
+        numbers: Numbers {
+            hidden: 5120,
+            layers: 64,
+            vocab: 248_320,
+            heads: 24,
+            kv_heads: 4,
+            key_heads: 16,
+            value_heads: 48,
+            intermediate: 17_408,
+            experts: None,
+        },
+    },
+];
+
+/// Formats that a synthetic model's large matrices may have.
+pub const FORMATS: [Format; 6] =
+    [Format::Q4G64, Format::Q5G64, Format::Q6G64, Format::Q8G32, Format::Nvfp4Mul, Format::Bf16];
+
+impl Geometry {
+    /// The geometry of a name.
+    pub fn find(name: &str) -> Option<Geometry> {
+        GEOMETRIES.into_iter().find(|g| g.name == name)
+    }
+
+    /// Its configuration, as a checkpoint would state it.
+    pub fn config(&self) -> Result<ModelConfig, EngineError> {
+        let n = &self.numbers;
+        let mut c = json!({
+            "model_type": "qwen3_5_text",
+            "hidden_size": n.hidden,
+            "num_hidden_layers": n.layers,
+            "vocab_size": n.vocab,
+            "full_attention_interval": 4,
+            "num_attention_heads": n.heads,
+            "num_key_value_heads": n.kv_heads,
+            "head_dim": 256,
+            "intermediate_size": n.intermediate,
+            "linear_num_key_heads": n.key_heads,
+            "linear_num_value_heads": n.value_heads,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": false,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000_000,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [11, 11, 10],
+                "mrope_interleaved": true,
+            },
+        });
+        if let (Some((experts, top_k, width)), Value::Object(map)) = (n.experts, &mut c) {
+            map.insert("model_type".into(), json!("qwen3_5_moe_text"));
+            map.insert("num_experts".into(), json!(experts));
+            map.insert("num_experts_per_tok".into(), json!(top_k));
+            map.insert("moe_intermediate_size".into(), json!(width));
+            map.insert("shared_expert_intermediate_size".into(), json!(n.intermediate));
+        }
+        ModelConfig::from_json(&c).map_err(|e| EngineError::Unsupported(format!("{}: {e}", self.name)))
+    }
+}
+
+/// What a synthetic model consists of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Values of all matrices and vectors.
+    pub parameters: u64,
+    /// Bytes of all words.
+    pub bytes: u64,
+    /// Bytes that one decoded token reads: everything but the embedding table and the experts it does not choose.
+    pub bytes_per_token: u64,
+}
+
+/// Sizes of a model without building it.
+pub fn sizes(geometry: &Geometry, format: Format) -> Result<Sizes, EngineError> {
+    let config = geometry.config()?;
+    let mut s = Sizes { parameters: 0, bytes: 0, bytes_per_token: 0 };
+    for p in text_parameters(&config) {
+        let values: u64 = p.shape.iter().product::<u64>() * if p.class == Class::Experts { 3 } else { 1 };
+        let mut bytes = 0;
+        for (_, format, layout, shape) in objects(&p, format) {
+            bytes += encoded_size(layout, format, &shape).map_err(|e| source(&p.name, e))?;
+        }
+        s.parameters += values;
+        s.bytes += bytes;
+        s.bytes_per_token += match (p.class, geometry.numbers.experts) {
+            (Class::Embed, _) => 0,
+            (Class::Experts, Some((experts, top_k, _))) => bytes / experts * top_k,
+            _ => bytes,
+        };
+    }
+    Ok(s)
+}
+
+/// Builds a model with its large matrices in `format`; the same seed gives the same words.
+pub fn build(geometry: &Geometry, format: Format, seed: u64) -> Result<MemorySource, EngineError> {
+    if !FORMATS.contains(&format) {
+        return Err(EngineError::Unsupported(format!("synthetic weights in {format}")));
+    }
+    let config = geometry.config()?;
+    let mut weights = BTreeMap::new();
+    let mut key = seed;
+    for p in text_parameters(&config) {
+        for (name, format, layout, shape) in objects(&p, format) {
+            key = mix(key);
+            let words = words(p.class, format, layout, &shape, key).map_err(|e| source(&name, e))?;
+            let rows = match shape.len() {
+                0 | 1 => 1,
+                n => shape[..n - 1].iter().product(),
+            };
+            let part =
+                WeightPart { format, layout, shape: shape.clone(), bytes: Arc::new(words), rows: 0..rows };
+            weights.insert(name, WeightData { shape, parts: vec![part] });
+        }
+    }
+    Ok(MemorySource { config, weights, expert_activation: 16 })
+}
+
+fn source(name: &str, e: infernix_formats::FormatError) -> EngineError {
+    EngineError::Source { name: name.to_owned(), source: e.into() }
+}
+
+fn text_parameters(config: &ModelConfig) -> Vec<Parameter> {
+    let all = parameters(config, &source_prefix(|_| false), &[Component::Text]);
+    all.into_iter().filter(|p| p.class != Class::ExpertInputScales).collect()
+}
+
+/// The stored objects of a parameter: name, format, layout and shape.
+fn objects(p: &Parameter, format: Format) -> Vec<(String, Format, Layout, Vec<u64>)> {
+    let layout = match format {
+        Format::Bf16 => Layout::ContiguousLeV1,
+        Format::Nvfp4Mul => Layout::BlockScaleK16V1,
+        _ => Layout::RowSplitK128V1,
+    };
+    match p.class {
+        Class::Experts if format == Format::Nvfp4Mul => {
+            vec![(p.name.clone(), format, Layout::Nvfp4ExpertRg16V1, p.shape.clone())]
+        }
+        Class::Experts => {
+            let (e, h, i) = (p.shape[0], p.shape[1], p.shape[2]);
+            let [gate_up, down] = expert_parent_names(&p.name);
+            vec![(gate_up, format, layout, vec![2 * e * i, h]), (down, format, layout, vec![e * h, i])]
+        }
+        class if is_large(class) => vec![(p.name.clone(), format, layout, p.shape.clone())],
+        _ => vec![(p.name.clone(), Format::Bf16, Layout::ContiguousLeV1, p.shape.clone())],
+    }
+}
+
+/// Matrices that recipes quantize; everything else stays BF16.
+fn is_large(class: Class) -> bool {
+    use Class::*;
+    matches!(
+        class,
+        Embed
+            | Head
+            | GdnQ
+            | GdnK
+            | GdnV
+            | GdnZ
+            | GdnO
+            | AttnQ
+            | AttnGate
+            | AttnK
+            | AttnV
+            | AttnO
+            | MlpGate
+            | MlpUp
+            | MlpDown
+            | SharedExpertGate
+            | SharedExpertUp
+            | SharedExpertDown
+    )
+}
+
+fn words(
+    class: Class,
+    format: Format,
+    layout: Layout,
+    shape: &[u64],
+    key: u64,
+) -> Result<Vec<u8>, infernix_formats::FormatError> {
+    let k = shape.last().copied().unwrap_or(1).max(1);
+    // The RMS of a row's values that makes the RMS of its product with unit-RMS input 1; 1 for a table of rows.
+    let rms = if class == Class::Embed { 1.0 } else { 1.0 / (k as f64).sqrt() };
+    let mut out = vec![0u8; encoded_size(layout, format, shape)? as usize];
+    if layout == Layout::Nvfp4ExpertRg16V1 {
+        bank(shape, key, &mut out)?;
+        return Ok(out);
+    }
+    if format == Format::Bf16 {
+        let value = |u: f64| match class {
+            // Zero-centred norms multiply by 1 + w, the delta net's own by w.
+            Class::Norm | Class::AttnNorm => 0.02 * u,
+            Class::GdnNorm => 1.0 + 0.02 * u,
+            // exp(A_log) in 1..16, as the family is initialised.
+            Class::GdnALog => (8.5 + 7.5 * u).ln(),
+            Class::GdnDtBias => u - 3.0,
+            Class::GdnConv => 0.5 * 3f64.sqrt() * u,
+            _ => rms * 3f64.sqrt() * u,
+        };
+        out.par_chunks_mut(CHUNK).enumerate().for_each(|(n, chunk)| {
+            let mut state = mix(key ^ n as u64);
+            for word in chunk.chunks_exact_mut(2) {
+                let u = (next(&mut state) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
+                word.copy_from_slice(&bf16_from_f32(value(u) as f32).to_le_bytes());
+            }
+        });
+        return Ok(out);
+    }
+    let spec = format.group_spec();
+    for plane in planes(layout, format, shape)? {
+        let bytes = &mut out[plane.offset as usize..][..plane.bytes as usize];
+        match (plane.role, spec) {
+            (PlaneRole::Scales, Some(spec)) => {
+                let scale = f16_from_f32((rms / code_rms(format, spec.qmin, spec.qmax)) as f32);
+                bytes.chunks_exact_mut(2).for_each(|w| w.copy_from_slice(&scale.to_le_bytes()));
+            }
+            (PlaneRole::Scales, None) => bytes.fill(e4m3_from_f32(1.0)),
+            (PlaneRole::GlobalScale, _) => {
+                bytes.copy_from_slice(&((rms / E2M1_RMS) as f32).to_le_bytes());
+            }
+            _ => fill(bytes, format, key ^ u64::from(plane.role == PlaneRole::HighBits)),
+        }
+    }
+    Ok(out)
+}
+
+/// Root mean square of E2M1 values under uniform codes: mean of 0, 1/4, 1, 9/4, 4, 9, 16, 36.
+const E2M1_RMS: f64 = 2.926_174_978_5;
+
+fn code_rms(format: Format, qmin: i32, qmax: i32) -> f64 {
+    // In 8 bits the one illegal byte, -128, becomes -127.
+    let codes: Vec<i32> =
+        if format == Format::Q8G32 { (-128..=127).collect() } else { (qmin..=qmax).collect() };
+    let sum: f64 = codes.iter().map(|c| f64::from((*c).max(qmin)).powi(2)).sum();
+    (sum / codes.len() as f64).sqrt()
+}
+
+/// Bytes that one task fills, with a generator of its own.
+const CHUNK: usize = 1 << 18;
+
+fn fill(bytes: &mut [u8], format: Format, key: u64) {
+    bytes.par_chunks_mut(CHUNK).enumerate().for_each(|(n, chunk)| {
+        let mut state = mix(key.wrapping_add(n as u64));
+        for part in chunk.chunks_mut(8) {
+            part.copy_from_slice(&next(&mut state).to_le_bytes()[..part.len()]);
+        }
+        if format == Format::Q8G32 {
+            chunk.iter_mut().filter(|b| **b == 0x80).for_each(|b| *b = 0x81);
+        }
+    });
+}
+
+/// One expert packed from random planes, and the others from other planes; scales preserve the RMS of each product.
+fn bank(shape: &[u64], key: u64, out: &mut [u8]) -> Result<(), infernix_formats::FormatError> {
+    let bank = BankShape::new(Layout::Nvfp4ExpertRg16V1, shape)?;
+    let values = (bank.hidden * bank.intermediate) as usize;
+    let (records, scales) = out.split_at_mut((bank.stride * bank.experts) as usize);
+    let one = vec![e4m3_from_f32(1.0); values / 16];
+    records.par_chunks_mut(bank.stride as usize).enumerate().try_for_each(|(e, record)| {
+        let mut state = mix(key ^ (e as u64) << 32);
+        let mut codes = vec![0u8; 3 * values / 2];
+        for part in codes.chunks_mut(8) {
+            part.copy_from_slice(&next(&mut state).to_le_bytes()[..part.len()]);
+        }
+        let planes: Vec<Nvfp4Planes<'_>> =
+            codes.chunks_exact(values / 2).map(|codes| Nvfp4Planes { codes, scales: &one }).collect();
+        pack_nvfp4(&bank, planes[0], planes[1], planes[2], record)
+    })?;
+    for expert in scales.chunks_exact_mut(12) {
+        for (word, k) in expert.chunks_exact_mut(4).zip([bank.hidden, bank.hidden, bank.intermediate]) {
+            word.copy_from_slice(&((1.0 / (k as f64).sqrt() / E2M1_RMS) as f32).to_le_bytes());
+        }
+    }
+    Ok(())
+}
+
+/// SplitMix64's finaliser (Steele, Lea and Flood 2014) over the next multiple of the golden ratio.
+fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let x = (x ^ x >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let x = (x ^ x >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ x >> 31
+}
+
+fn next(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    mix(*state)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::WeightSource as _;
+    use infernix_formats::Encoded;
+
+    fn tiny() -> [Geometry; 2] {
+        [GEOMETRIES[0], GEOMETRIES[1]]
+    }
+
+    #[test]
+    fn every_word_is_legal_and_linears_preserve_the_rms() {
+        for format in FORMATS {
+            let source = build(&tiny()[1], format, 7).unwrap();
+            for name in source.names() {
+                let data = source.weight(&name).unwrap();
+                let part = &data.parts[0];
+                let e = Encoded::new(part.layout, part.format, &part.shape, (*part.bytes).as_ref()).unwrap();
+                e.validate_words().unwrap_or_else(|e| panic!("{name} in {format}: {e}"));
+                if !name.ends_with("/shared/down") && !name.ends_with("/attn/q") {
+                    continue;
+                }
+                let k = part.shape[1] as usize;
+                let mut values = vec![0f32; part.shape[0] as usize * k];
+                e.decode_rows_f32(0..part.shape[0], &mut values).unwrap();
+                let square: f64 = values.iter().map(|v| f64::from(v * v)).sum();
+                let gain = (square / part.shape[0] as f64).sqrt();
+                assert!((gain - 1.0).abs() < 0.02, "{name} in {format}: {gain}");
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_built_words() {
+        for geometry in tiny() {
+            for format in FORMATS {
+                let source = build(&geometry, format, 1).unwrap();
+                let bytes: usize = source.weights.values().map(|w| (*w.parts[0].bytes).as_ref().len()).sum();
+                let s = sizes(&geometry, format).unwrap();
+                assert_eq!(s.bytes, bytes as u64);
+                assert!(s.bytes_per_token < s.bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn the_small_model_has_0_6_billion_parameters() {
+        let g = Geometry::find("qwen3_5_0_6b").unwrap();
+        let n = sizes(&g, Format::Q4G64).unwrap().parameters;
+        assert!((590_000_000..610_000_000).contains(&n), "{n}");
+        let g = Geometry::find("qwen3_8_27b").unwrap();
+        let n = sizes(&g, Format::Q4G64).unwrap().parameters;
+        assert!((26_500_000_000..27_500_000_000).contains(&n), "{n}");
+    }
+}
