@@ -267,6 +267,7 @@ fn checkpoints_are_found_in_the_hugging_face_cache() {
 
 /// Needs the right to mount; elsewhere it says so and passes.
 #[test]
+#[expect(clippy::print_stderr, reason = "says why a test is skipped")]
 fn a_full_disk_is_seen_before_anything_is_written() {
     let dir = scratch();
     let small = dir.path().join("small");

@@ -22,7 +22,7 @@ enum Outcome {
 }
 
 fn main() -> ExitCode {
-    let cli = args::Cli::parse();
+    let cli = args::Cli::parse_from(args::arguments());
     // A second Ctrl-C ends the process at once: the state on disk is always resumable.
     let handler = ctrlc::set_handler(|| {
         if INTERRUPTED.swap(true, Ordering::SeqCst) {
@@ -40,10 +40,12 @@ fn main() -> ExitCode {
         Err(error) => {
             let interrupted = INTERRUPTED.load(Ordering::SeqCst);
             output::error(&output::error_text(&error));
-            ExitCode::from(match () {
-                () if interrupted => 130,
-                () if is_usage(&error) => 2,
-                () => 1,
+            ExitCode::from(if interrupted {
+                130
+            } else if is_usage(&error) {
+                2
+            } else {
+                1
             })
         }
     }
