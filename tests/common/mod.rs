@@ -1,5 +1,4 @@
 //! What the end-to-end suites share: the program under test, the bundled checkpoint, and broken copies of it.
-#![expect(clippy::allow_attributes, reason = "which helpers are unused differs from suite to suite")]
 #![allow(dead_code, reason = "each suite uses a part")]
 
 use serde_json::{Map, Value, json};
