@@ -99,7 +99,9 @@ mod tests {
     fn text_where_a_length_is_due_is_shown() {
         let (found, _) = text_for_binary(b"{\"error\":\"Repository not found\"}").expect("text");
         assert!(found.contains("Repository not found"), "{found}");
-        assert!(text_for_binary(b"# xet version 0\nfilesize = 12\n").expect("text").0.contains("a xet pointer"));
+        assert!(
+            text_for_binary(b"# xet version 0\nfilesize = 12\n").expect("text").0.contains("a xet pointer")
+        );
         assert_eq!(text_for_binary(b"\x40\0\0\0\0\0\0\0{\"a\":"), None);
         assert!(impostor(b"\x1f\x8b\x08").expect("gzip").0.contains("gzip"));
     }

@@ -306,7 +306,9 @@ impl<B: Backend> Driver<B> {
                 Want::None => end..end,
                 Want::Last => end - 1..end,
                 Want::All => first..end,
-                Want::Columns(a, b) => first.saturating_add(a).min(end)..first.saturating_add(b.max(a)).min(end),
+                Want::Columns(a, b) => {
+                    first.saturating_add(a).min(end)..first.saturating_add(b.max(a)).min(end)
+                }
             };
             counts.push(range.len());
             chosen.extend(range);

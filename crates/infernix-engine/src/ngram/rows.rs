@@ -127,7 +127,9 @@ impl RowSource for VolumeRows {
         let mut places = Vec::with_capacity(rows.len());
         let mut offsets: Vec<u64> = Vec::new();
         for row in rows {
-            let at = g.row_offset(*row).ok_or_else(|| format!("{path}: row {row} is beyond its {} rows", g.rows))?;
+            let at = g
+                .row_offset(*row)
+                .ok_or_else(|| format!("{path}: row {row} is beyond its {} rows", g.rows))?;
             // Rows never straddle blocks; neighbours share one read.
             let block = at - at % BLOCK as u64;
             if offsets.last() != Some(&block) {
@@ -136,7 +138,9 @@ impl RowSource for VolumeRows {
             places.push((offsets.len() - 1, (at - block) as usize));
         }
         BUFFER.with_borrow_mut(|buffer| {
-            self.blocks.read(&offsets, buffer).map_err(|(at, e)| format!("{path}: block at byte {at}: {e}"))?;
+            self.blocks
+                .read(&offsets, buffer)
+                .map_err(|(at, e)| format!("{path}: block at byte {at}: {e}"))?;
             let mut values = vec![0f32; self.width];
             for (row, (block, start)) in rows.iter().zip(places) {
                 let bytes = &buffer.block(block)[start..start + g.row_bytes as usize];

@@ -433,7 +433,9 @@ impl Backend for CpuBackend {
             match ticket.wait() {
                 Ok(rows) if rows.len() == lane.len() => ew::narrow(self.isa, &rows, lane),
                 // Zeros keep the shapes; the lane's results are dropped.
-                Ok(rows) => self.state_mut().fail(l, format!("{} table values, {} needed", rows.len(), r.len() * width)),
+                Ok(rows) => self
+                    .state_mut()
+                    .fail(l, format!("{} table values, {} needed", rows.len(), r.len() * width)),
                 Err(e) => self.state_mut().fail(l, e.to_string()),
             }
         }
