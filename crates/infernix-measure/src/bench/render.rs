@@ -144,10 +144,8 @@ fn table(rows: &[Vec<String>], right: &[bool]) -> String {
         out.push_str("|\n");
         if i == 0 {
             for (w, r) in widths.iter().zip(right) {
-                let dashes = "-".repeat(w + 1);
-                let _ = if *r { write!(out, "| {dashes}:") } else { write!(out, "| {dashes} ") };
+                let _ = write!(out, "|{}{}", "-".repeat(w + 1), if *r { ":" } else { "-" });
             }
-            out = out.replace("| -", "|-").replace("- |", "-|");
             out.push_str("|\n");
         }
     }
