@@ -17,6 +17,11 @@ pub(crate) struct Cli {
     pub(crate) progress: ProgressMode,
 }
 
+/// The command line, with llama-bench's `-pg`, which clap cannot spell, as `--pg`.
+pub(crate) fn arguments() -> Vec<std::ffi::OsString> {
+    std::env::args_os().map(|a| if a == "-pg" { "--pg".into() } else { a }).collect()
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ProgressMode {
     /// A bar on a terminal, nothing elsewhere
