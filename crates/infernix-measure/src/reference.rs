@@ -334,7 +334,7 @@ fn check_chunk(path: &Path, at: u64, chain: blake3::Hash, bytes: &[u8]) -> Resul
 pub struct ReferenceFile {
     path: PathBuf,
     file: File,
-    header: ReferenceHeader,
+    header: Box<ReferenceHeader>,
     start: u64,
     /// Digest before the next chunk, and that chunk.
     chain: (blake3::Hash, usize),
@@ -368,7 +368,7 @@ impl ReferenceFile {
         if blake3::hash(&head).as_bytes() != &digest {
             return Err(wrong(16, "the header's digest does not hold: the file is damaged".into()));
         }
-        let header: ReferenceHeader =
+        let header: Box<ReferenceHeader> =
             serde_json::from_slice(&head[16..]).map_err(|e| wrong(16, format!("header: {e}")))?;
         header.check().map_err(|what| wrong(16, what))?;
         let start = head.len() as u64 + 32;

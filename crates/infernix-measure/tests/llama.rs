@@ -1,5 +1,10 @@
 //! llama.cpp's own printout of a pair of models, from the log-probabilities stored of both.
 
+#![expect(
+    clippy::print_stdout,
+    reason = "says why a test is skipped, and shows the printout where one fails"
+)]
+
 use infernix_measure::{KldReport, StoredFile, compare};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;

@@ -151,12 +151,7 @@ impl BaseFile {
         self.file.read_exact_at(&mut bytes, at).map_err(MeasureError::io(&self.path, "reading a row"))?;
         let float = |i: usize| f32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
         let (scale, min_log_prob) = (float(0), float(4));
-        if !(scale.is_finite()
-            && scale >= 0.0
-            && scale <= 1.0
-            && min_log_prob.is_finite()
-            && min_log_prob <= 1e-3)
-        {
+        if !((0.0..=1.0).contains(&scale) && min_log_prob.is_finite() && min_log_prob <= 1e-3) {
             let what = format!("row {row} of chunk {chunk} has scale {scale} and minimum {min_log_prob}");
             return Err(MeasureError::format(&self.path, at, what));
         }
