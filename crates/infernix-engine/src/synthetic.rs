@@ -58,12 +58,12 @@ const TEST: Numbers = Numbers {
 pub const GEOMETRIES: [Geometry; 4] = [
     Geometry {
         name: "qwen3_5_test",
-        about: "0.5 M parameters, dense, for tests: 4 layers of width 128",
+        about: "1.0 M parameters, dense, for tests: 4 layers of width 128",
         numbers: TEST,
     },
     Geometry {
         name: "qwen3_5_moe_test",
-        about: "0.7 M parameters with 4 experts, 2 a token, for tests",
+        about: "1.8 M parameters with 4 experts, 2 a token, for tests",
         numbers: Numbers { experts: Some((4, 2, 128)), ..TEST },
     },
     Geometry {
@@ -83,7 +83,7 @@ pub const GEOMETRIES: [Geometry; 4] = [
     },
     Geometry {
         name: "qwen3_5_moe_2b",
-        about: "2 B parameters, 0.4 B a token: 24 layers of width 1024 with 64 experts, 8 a token",
+        about: "2.2 B parameters, 0.6 B a token: 24 layers of width 1024 with 64 experts, 8 a token",
         numbers: Numbers {
             hidden: 1024,
             layers: 24,
