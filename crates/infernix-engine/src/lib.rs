@@ -1,12 +1,14 @@
 //! The inference engine: model graphs over a [`backend::Backend`], sequence state, and what feeds them.
 
 pub mod backend;
+pub mod cache;
 pub mod driver;
 pub mod error;
 pub mod model;
 pub mod ngram;
 pub mod numerics;
 pub mod sample;
+pub mod sched;
 pub mod state;
 pub mod synthetic;
 

@@ -1,0 +1,5 @@
+//! The prefix cache.
+
+mod miss;
+
+pub use miss::{Excerpt, Miss, MissCause};
