@@ -1,11 +1,12 @@
-//! Text in and out of the models: tokenizer, chat template, generation defaults, and the parsers that
-//! split a model's output into reasoning, content and tool calls.
+//! Text in and out of the models: tokenizer, chat template, generation defaults, the parsers that split a
+//! model's output into reasoning, content and tool calls, and the grammars that hold it to a form.
 //!
 //! Nothing here knows of HTTP or of the engine. Resources come in as bytes, so that a checkpoint
 //! folder and an artifact serve alike.
 
 mod error;
 mod generation;
+pub mod grammar;
 mod message;
 mod output;
 mod prompt;

@@ -1,0 +1,543 @@
+//! JSON Schema, checked and rewritten before the grammar's compiler sees it.
+//!
+//! The result has only keywords that the compiler enforces, references to local definitions alone, and no
+//! branch without a finite value. Whatever cannot be enforced is refused with a JSON Pointer, never weakened;
+//! annotations and unknown keywords say nothing about values and are left out.
+
+use std::collections::HashMap;
+
+use serde_json::{Map, Value, json};
+
+use super::error::GrammarError;
+use super::regex::{self, Scope};
+
+/// Deepest nesting of a schema.
+const DEPTH: usize = 128;
+/// Most subschemas, definitions included.
+const NODES: usize = 16_384;
+/// Bounds beyond this are not exact in binary64, in which the compiler keeps them.
+const EXACT: f64 = 9_007_199_254_740_992.0;
+/// Longest length or count in a keyword.
+const COUNT: u64 = 1 << 20;
+
+/// Formats that the compiler knows.
+const FORMATS: [&str; 10] =
+    ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"];
+
+/// Keywords that restrict values and are not enforced, with what is said about them.
+const REFUSED: [(&str, &str); 14] = [
+    ("not", "negation is not supported"),
+    ("if", "conditions are not supported"),
+    ("contains", "contains is not supported"),
+    ("uniqueItems", "uniqueItems is not supported"),
+    ("propertyNames", "propertyNames is not supported"),
+    ("dependentRequired", "dependencies are not supported"),
+    ("dependentSchemas", "dependencies are not supported"),
+    ("dependencies", "dependencies are not supported"),
+    ("unevaluatedProperties", "use additionalProperties instead"),
+    ("unevaluatedItems", "use items instead"),
+    ("$dynamicRef", "dynamic references are not supported"),
+    ("$recursiveRef", "dynamic references are not supported"),
+    ("divisibleBy", "use multipleOf"),
+    ("disallow", "negation is not supported"),
+];
+
+/// A schema ready for the compiler.
+#[derive(Debug, Clone)]
+pub(crate) struct Prepared {
+    /// The schema, with `$defs`.
+    pub(crate) schema: Value,
+    /// Every subschema with its place in the source, inner ones first: to find the one that does not compile.
+    pub(crate) parts: Vec<(String, Value)>,
+    /// The definitions alone.
+    pub(crate) defs: Map<String, Value>,
+}
+
+/// Checks and rewrites.
+///
+/// # Errors
+/// `invalid_json_schema`, `unsupported_json_schema`, `unsatisfiable_json_schema`.
+pub(crate) fn prepare(source: &Value) -> Result<Prepared, GrammarError> {
+    let mut walk =
+        Walk { root: source, names: HashMap::new(), defs: Vec::new(), parts: Vec::new(), nodes: 0 };
+    let schema = walk.schema(source, "", 0)?;
+    // Definitions found on the way are read in turn; each may find more.
+    let mut next = 0;
+    while next < walk.defs.len() {
+        let (pointer, value) = (walk.defs[next].0.clone(), walk.defs[next].1);
+        let schema = walk.schema(value, &pointer, 0)?;
+        walk.defs[next].2 = schema;
+        next += 1;
+    }
+    let defs: Vec<Value> = walk.defs.iter().map(|d| d.2.clone()).collect();
+    let finite = Finite::of(&defs);
+    if !finite.schema(&schema) {
+        return Err(GrammarError::new("unsatisfiable_json_schema", "no finite value fits the schema").at(""));
+    }
+    let defs: Map<String, Value> =
+        defs.iter().enumerate().map(|(i, d)| (def_name(i), finite.prune(d))).collect();
+    let parts = walk.parts.into_iter().map(|(p, v)| (p, finite.prune(&v))).collect();
+    let mut schema = finite.prune(&schema);
+    if let (Value::Object(map), false) = (&mut schema, defs.is_empty()) {
+        map.insert("$defs".to_owned(), Value::Object(defs.clone()));
+    }
+    Ok(Prepared { schema, parts, defs })
+}
+
+fn def_name(index: usize) -> String {
+    format!("d{index}")
+}
+
+fn unsupported(message: impl Into<String>, pointer: String) -> GrammarError {
+    GrammarError::new("unsupported_json_schema", message).at(pointer)
+}
+
+fn invalid(message: impl Into<String>, pointer: String) -> GrammarError {
+    GrammarError::new("invalid_json_schema", message).at(pointer)
+}
+
+/// A pointer with one more step.
+fn under(pointer: &str, step: &str) -> String {
+    format!("{pointer}/{}", step.replace('~', "~0").replace('/', "~1"))
+}
+
+struct Walk<'s> {
+    root: &'s Value,
+    /// Definition by its pointer.
+    names: HashMap<String, usize>,
+    defs: Vec<(String, &'s Value, Value)>,
+    parts: Vec<(String, Value)>,
+    nodes: usize,
+}
+
+impl<'s> Walk<'s> {
+    fn schema(&mut self, source: &'s Value, at: &str, depth: usize) -> Result<Value, GrammarError> {
+        self.nodes += 1;
+        if self.nodes > NODES || depth > DEPTH {
+            return Err(unsupported(
+                format!("the schema is larger than {NODES} subschemas or deeper than {DEPTH}"),
+                at.to_owned(),
+            ));
+        }
+        let map = match source {
+            Value::Bool(_) => return Ok(source.clone()),
+            Value::Object(map) => map,
+            other => {
+                return Err(invalid(
+                    format!("a schema is an object or a boolean, found {}", kind(other)),
+                    at.to_owned(),
+                ));
+            }
+        };
+        for (keyword, message) in REFUSED {
+            if let Some(value) = map.get(keyword)
+                && !says_nothing(keyword, value, map)
+            {
+                return Err(unsupported(message, under(at, keyword)));
+            }
+        }
+        let mut out = Map::new();
+        for (keyword, value) in map {
+            let here = under(at, keyword);
+            match keyword.as_str() {
+                "$ref" => {
+                    let name = self.reference(value, &here)?;
+                    out.insert(keyword.clone(), json!(format!("#/$defs/{name}")));
+                }
+                "type" => {
+                    check_type(value, &here)?;
+                    out.insert(keyword.clone(), value.clone());
+                }
+                "const" => {
+                    check_literal(value, &here)?;
+                    out.insert(keyword.clone(), value.clone());
+                }
+                "enum" => {
+                    let list = value.as_array().ok_or_else(|| invalid("enum is a list", here.clone()))?;
+                    list.iter().try_for_each(|v| check_literal(v, &here))?;
+                    out.insert(keyword.clone(), value.clone());
+                }
+                "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" | "multipleOf" => {
+                    if let Some(bound) = bound(keyword, value, map, &here)? {
+                        out.insert(keyword.clone(), bound);
+                    }
+                }
+                "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties" => {
+                    // An integer written as 3.0 counts as one.
+                    let count = value.as_u64().or_else(|| {
+                        value
+                            .as_f64()
+                            .filter(|x| x.fract() == 0.0 && *x >= 0.0 && *x < EXACT)
+                            .map(|x| x as u64)
+                    });
+                    match count {
+                        Some(n) if n <= COUNT => out.insert(keyword.clone(), n.into()),
+                        Some(_) => return Err(unsupported(format!("at most {COUNT} is supported"), here)),
+                        None => return Err(invalid("expected an integer from 0 up", here)),
+                    };
+                }
+                "pattern" => {
+                    let text = value.as_str().ok_or_else(|| invalid("pattern is a string", here.clone()))?;
+                    regex::parse(text, Scope::Search).map_err(|e| unsupported(e.message, here))?;
+                    out.insert(keyword.clone(), value.clone());
+                }
+                "format" => {
+                    let name = value.as_str().ok_or_else(|| invalid("format is a string", here.clone()))?;
+                    if !FORMATS.contains(&name) {
+                        let known = FORMATS.join(", ");
+                        return Err(unsupported(
+                            format!("the format {name:?} is not known; known: {known}"),
+                            here,
+                        ));
+                    }
+                    out.insert(keyword.clone(), value.clone());
+                }
+                "required" => {
+                    let names = value.as_array().filter(|list| list.iter().all(Value::is_string));
+                    // The form of an early draft: a boolean on the member itself.
+                    match (names, value) {
+                        (Some(_), _) => out.insert(keyword.clone(), value.clone()),
+                        (None, Value::Bool(_)) => None,
+                        _ => return Err(invalid("required is a list of names", here)),
+                    };
+                }
+                "properties" | "patternProperties" => {
+                    let members = value
+                        .as_object()
+                        .ok_or_else(|| invalid("expected an object of schemas", here.clone()))?;
+                    let mut list = Map::new();
+                    for (name, member) in members {
+                        if keyword == "patternProperties" {
+                            regex::parse(name, Scope::Search)
+                                .map_err(|e| unsupported(e.message, under(&here, name)))?;
+                        }
+                        list.insert(name.clone(), self.schema(member, &under(&here, name), depth + 1)?);
+                    }
+                    out.insert(keyword.clone(), Value::Object(list));
+                }
+                "additionalProperties" => {
+                    out.insert(keyword.clone(), self.schema(value, &here, depth + 1)?);
+                }
+                "items" if value.is_array() => {
+                    out.insert("prefixItems".to_owned(), self.list(value, &here, depth)?);
+                    if let Some(rest) = map.get("additionalItems") {
+                        out.insert(
+                            "items".to_owned(),
+                            self.schema(rest, &under(at, "additionalItems"), depth + 1)?,
+                        );
+                    }
+                }
+                "items" => {
+                    out.insert(keyword.clone(), self.schema(value, &here, depth + 1)?);
+                }
+                "prefixItems" | "anyOf" | "oneOf" | "allOf" => {
+                    out.insert(keyword.clone(), self.list(value, &here, depth)?);
+                }
+                _ => {}
+            }
+        }
+        let out = Value::Object(out);
+        self.parts.push((at.to_owned(), out.clone()));
+        Ok(out)
+    }
+
+    fn list(&mut self, value: &'s Value, at: &str, depth: usize) -> Result<Value, GrammarError> {
+        let list = value.as_array().ok_or_else(|| invalid("expected a list of schemas", at.to_owned()))?;
+        let mut out = Vec::with_capacity(list.len());
+        for (i, item) in list.iter().enumerate() {
+            out.push(self.schema(item, &under(at, &i.to_string()), depth + 1)?);
+        }
+        Ok(out.into())
+    }
+
+    /// The definition that a local reference names.
+    fn reference(&mut self, value: &'s Value, at: &str) -> Result<String, GrammarError> {
+        let text = value.as_str().ok_or_else(|| invalid("$ref is a string", at.to_owned()))?;
+        let Some(pointer) = text.strip_prefix('#').filter(|p| p.is_empty() || p.starts_with('/')) else {
+            return Err(unsupported(
+                "only references into the schema itself (#/...) are followed",
+                at.to_owned(),
+            ));
+        };
+        let pointer = percent_decoded(pointer);
+        let target = self
+            .root
+            .pointer(&pointer)
+            .ok_or_else(|| invalid(format!("there is nothing at {text:?}"), at.to_owned()))?;
+        let next = self.defs.len();
+        let index = *self.names.entry(pointer.clone()).or_insert(next);
+        if index == next {
+            self.defs.push((pointer, target, Value::Bool(true)));
+        }
+        Ok(def_name(index))
+    }
+}
+
+fn percent_decoded(text: &str) -> String {
+    let bytes = text.as_bytes();
+    let mut out = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        let hex = (bytes[at] == b'%').then(|| text.get(at + 1..at + 3)).flatten();
+        match hex.and_then(|h| u8::from_str_radix(h, 16).ok()) {
+            Some(byte) => {
+                out.push(byte);
+                at += 3;
+            }
+            None => {
+                out.push(bytes[at]);
+                at += 1;
+            }
+        }
+    }
+    String::from_utf8(out).unwrap_or_else(|_| text.to_owned())
+}
+
+/// Whether a keyword that is not enforced happens to restrict nothing.
+fn says_nothing(keyword: &str, value: &Value, map: &Map<String, Value>) -> bool {
+    let empty = value.as_object().is_some_and(Map::is_empty);
+    match keyword {
+        "uniqueItems" => {
+            value == &Value::Bool(false)
+                || map.get("maxItems").and_then(Value::as_u64).is_some_and(|n| n <= 1)
+        }
+        "propertyNames" | "unevaluatedProperties" | "unevaluatedItems" => {
+            value == &Value::Bool(true) || empty
+        }
+        "dependentRequired" | "dependentSchemas" | "dependencies" => empty,
+        "if" => !map.contains_key("then") && !map.contains_key("else"),
+        "not" => value == &Value::Bool(false),
+        "contains" => map.get("minContains") == Some(&json!(0)) && !map.contains_key("maxContains"),
+        _ => false,
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
+
+fn check_type(value: &Value, at: &str) -> Result<(), GrammarError> {
+    let known = |v: &Value| v.as_str().is_some_and(|t| TYPES.contains(&t));
+    let fine = match value {
+        Value::Array(list) => !list.is_empty() && list.iter().all(known),
+        one => known(one),
+    };
+    if fine {
+        Ok(())
+    } else {
+        Err(invalid(format!("type is one or several of {}", TYPES.join(", ")), at.to_owned()))
+    }
+}
+
+/// Whether a number is the same in binary64, and its neighbours are others.
+fn exact(number: &serde_json::Number) -> bool {
+    match (number.as_i64(), number.as_f64()) {
+        (Some(n), _) => n.unsigned_abs() <= EXACT as u64,
+        (None, Some(x)) => x.abs() <= EXACT,
+        (None, None) => false,
+    }
+}
+
+/// Numbers of constants must be exact in binary64 and short.
+fn check_literal(value: &Value, at: &str) -> Result<(), GrammarError> {
+    match value {
+        Value::Number(n) if !exact(n) => {
+            Err(unsupported(format!("the number {n} is not exact in 64-bit floating point"), at.to_owned()))
+        }
+        Value::Array(list) => list.iter().try_for_each(|v| check_literal(v, at)),
+        Value::Object(map) => map.values().try_for_each(|v| check_literal(v, at)),
+        _ => Ok(()),
+    }
+}
+
+/// A bound in its newer form; the older one has booleans beside `minimum` and `maximum`.
+fn bound(
+    keyword: &str,
+    value: &Value,
+    map: &Map<String, Value>,
+    at: &str,
+) -> Result<Option<Value>, GrammarError> {
+    let value = match (keyword, value) {
+        ("exclusiveMinimum" | "exclusiveMaximum", Value::Bool(false)) => return Ok(None),
+        ("exclusiveMinimum", Value::Bool(true)) => map.get("minimum").unwrap_or(&Value::Null),
+        ("exclusiveMaximum", Value::Bool(true)) => map.get("maximum").unwrap_or(&Value::Null),
+        (_, value) => value,
+    };
+    let Value::Number(number) = value else {
+        return Err(invalid("expected a number", at.to_owned()));
+    };
+    if !exact(number) {
+        return Err(unsupported("a bound beyond 2^53 is not exact in 64-bit floating point", at.to_owned()));
+    }
+    if keyword == "multipleOf" && number.as_f64().is_none_or(|x| x <= 0.0) {
+        return Err(invalid("multipleOf is greater than 0", at.to_owned()));
+    }
+    Ok(Some(value.clone()))
+}
+
+/// Which definitions have a finite value: the least solution, so that a cycle of required members has none.
+struct Finite {
+    defs: Vec<bool>,
+}
+
+impl Finite {
+    fn of(defs: &[Value]) -> Self {
+        let mut finite = Self { defs: vec![false; defs.len()] };
+        loop {
+            let next: Vec<bool> = defs.iter().map(|d| finite.schema(d)).collect();
+            if next == finite.defs {
+                return finite;
+            }
+            finite.defs = next;
+        }
+    }
+
+    fn schema(&self, schema: &Value) -> bool {
+        let Some(map) = schema.as_object() else {
+            return schema != &Value::Bool(false);
+        };
+        if let Some(index) = map.get("$ref").and_then(Value::as_str).and_then(def_index)
+            && !self.defs.get(index).copied().unwrap_or(false)
+        {
+            return false;
+        }
+        let any = |key: &str| {
+            map.get(key).and_then(Value::as_array).is_none_or(|list| list.iter().any(|s| self.schema(s)))
+        };
+        let all = map.get("allOf").and_then(Value::as_array).is_none_or(|l| l.iter().all(|s| self.schema(s)));
+        if !all || !any("anyOf") || !any("oneOf") {
+            return false;
+        }
+        if map.get("enum").and_then(Value::as_array).is_some_and(Vec::is_empty) {
+            return false;
+        }
+        let fits = |kind: &str| match kind {
+            "object" => self.object(map),
+            "array" => self.array(map),
+            _ => true,
+        };
+        match map.get("type") {
+            Some(Value::String(kind)) => fits(kind),
+            Some(Value::Array(kinds)) => kinds.iter().filter_map(Value::as_str).any(fits),
+            _ => true,
+        }
+    }
+
+    fn object(&self, map: &Map<String, Value>) -> bool {
+        let properties = map.get("properties").and_then(Value::as_object);
+        let names = map.get("required").and_then(Value::as_array);
+        names.into_iter().flatten().filter_map(Value::as_str).all(|name| {
+            match properties.and_then(|p| p.get(name)) {
+                Some(member) => self.schema(member),
+                // Patterns may admit the name, too; the compiler decides about those.
+                None if map.contains_key("patternProperties") => true,
+                None => map.get("additionalProperties").is_none_or(|s| self.schema(s)),
+            }
+        })
+    }
+
+    fn array(&self, map: &Map<String, Value>) -> bool {
+        let least = map.get("minItems").and_then(Value::as_u64).unwrap_or(0) as usize;
+        let prefix = map.get("prefixItems").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+        prefix.iter().take(least).all(|s| self.schema(s))
+            && (least <= prefix.len() || map.get("items").is_none_or(|s| self.schema(s)))
+    }
+
+    /// The schema with every part that has no finite value written as `false`, so that no output can enter it.
+    fn prune(&self, schema: &Value) -> Value {
+        if !self.schema(schema) {
+            return Value::Bool(false);
+        }
+        let Some(map) = schema.as_object() else {
+            return schema.clone();
+        };
+        let prune_all = |value: &Value| match value {
+            Value::Array(list) => Value::Array(list.iter().map(|s| self.prune(s)).collect()),
+            Value::Object(members) => {
+                Value::Object(members.iter().map(|(k, s)| (k.clone(), self.prune(s))).collect())
+            }
+            other => other.clone(),
+        };
+        Value::Object(
+            map.iter()
+                .map(|(key, value)| {
+                    let value = match key.as_str() {
+                        "anyOf" | "oneOf" | "allOf" | "prefixItems" | "properties" | "patternProperties" => {
+                            prune_all(value)
+                        }
+                        "items" | "additionalProperties" => self.prune(value),
+                        _ => value.clone(),
+                    };
+                    (key.clone(), value)
+                })
+                .collect(),
+        )
+    }
+}
+
+fn def_index(reference: &str) -> Option<usize> {
+    reference.strip_prefix("#/$defs/d")?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(schema: Value) -> (String, &'static str) {
+        let error = prepare(&schema).expect_err("is refused");
+        (error.pointer.expect("has a pointer"), error.code)
+    }
+
+    #[test]
+    fn refusals_point_at_the_keyword() {
+        for (schema, pointer) in [
+            (json!({"properties": {"a/b": {"items": {"not": {}}}}}), "/properties/a~1b/items/not"),
+            (json!({"anyOf": [{}, {"format": "mars"}]}), "/anyOf/1/format"),
+            (json!({"$ref": "#/$defs/x"}), "/$ref"),
+            (json!({"$defs": {"x": {"uniqueItems": true}}, "$ref": "#/$defs/x"}), "/$defs/x/uniqueItems"),
+            (json!({"minimum": 9_007_199_254_740_993_u64}), "/minimum"),
+            (json!({"enum": [1e300]}), "/enum"),
+            (json!({"pattern": "(?!a)"}), "/pattern"),
+            (json!({"type": "text"}), "/type"),
+            (json!({"items": 3}), "/items"),
+        ] {
+            assert_eq!(refused(schema.clone()).0, pointer, "{schema}");
+        }
+        // What is not reached restricts nothing.
+        assert!(prepare(&json!({"$defs": {"x": {"not": {}}}, "type": "integer"})).is_ok());
+    }
+
+    #[test]
+    fn cycles_of_required_members_have_no_value() {
+        let endless = json!({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]});
+        assert_eq!(refused(endless.clone()), (String::new(), "unsatisfiable_json_schema"));
+        // As an optional member such a branch is closed instead.
+        let open = json!({"type": "object", "properties": {"x": {"$ref": "#/$defs/e"}}, "$defs": {"e": {
+            "type": "array", "minItems": 1, "items": {"$ref": "#/$defs/e"}}}});
+        assert_eq!(prepare(&open).expect("fits").schema["properties"]["x"], false);
+        let list = json!({"anyOf": [{"type": "null"}, endless]});
+        assert_eq!(prepare(&list).expect("fits").schema["anyOf"][1]["properties"]["a"]["$ref"], "#/$defs/d0");
+    }
+
+    #[test]
+    fn older_drafts_are_rewritten_and_the_rest_is_dropped() {
+        let schema = json!({"$schema": "http://json-schema.org/draft-04/schema#", "x-guidance": {"lenient": true},
+            "items": [{"type": "integer", "minimum": 1, "exclusiveMinimum": true}], "additionalItems": false,
+            "title": "t", "definitions": {"u": {"not": 1}}});
+        assert_eq!(
+            prepare(&schema).expect("reads").schema,
+            json!({"prefixItems": [{"type": "integer", "minimum": 1, "exclusiveMinimum": 1}], "items": false})
+        );
+        let escaped = json!({"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"const": 1}}});
+        assert_eq!(prepare(&escaped).expect("reads").schema["$defs"]["d0"], json!({"const": 1}));
+    }
+}
