@@ -14,6 +14,7 @@ mod pyjson;
 mod stop;
 mod template;
 mod tokenizer;
+pub mod tools;
 
 pub use error::{Result, TextError};
 pub use generation::{Family, GenerationDefaults, Sampling};
