@@ -1,0 +1,190 @@
+//! What all requests share.
+
+use crate::access::Keys;
+use crate::error::ApiError;
+use crate::http::{Client, miss_cause};
+use crate::log::RequestLog;
+use crate::metrics::Metrics;
+use crate::options::{ModelInfo, ServeOptions};
+use crate::piece::TokenUsage;
+use crate::responses::Store;
+use infernix_engine::cache::{Excerpt, Miss};
+use infernix_engine::sched::EngineApi;
+use infernix_text::ChatFormat;
+use serde_json::{Map, Value, json};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use tokio::sync::Semaphore;
+
+/// The server's state.
+pub struct App {
+    pub(crate) engine: Arc<dyn EngineApi>,
+    pub(crate) format: Arc<ChatFormat>,
+    pub(crate) options: ServeOptions,
+    pub(crate) model: ModelInfo,
+    pub(crate) keys: Keys,
+    pub(crate) store: Store,
+    pub(crate) metrics: Metrics,
+    pub(crate) log: RequestLog,
+    pub(crate) started: u64,
+    /// KiB of bodies that may still be read.
+    pub(crate) bodies: Semaphore,
+    /// Requests being answered.
+    pub(crate) active: AtomicUsize,
+    draining: AtomicBool,
+    misses: Mutex<VecDeque<(Option<usize>, Value)>>,
+}
+
+/// Explained misses kept for `/v1/status`.
+const MAX_MISSES: usize = 64;
+
+impl App {
+    /// The state of a server over an engine.
+    ///
+    /// # Errors
+    /// The request log cannot be opened.
+    pub fn new(
+        engine: Arc<dyn EngineApi>,
+        format: Arc<ChatFormat>,
+        model: ModelInfo,
+        options: ServeOptions,
+    ) -> std::io::Result<Arc<Self>> {
+        let start = Map::from_iter([
+            ("version".to_owned(), Value::from(env!("CARGO_PKG_VERSION"))),
+            ("model".to_owned(), model.id.as_str().into()),
+            ("context".to_owned(), engine.status().context.into()),
+            ("lanes".to_owned(), engine.status().max_lanes.into()),
+            ("keys".to_owned(), options.keys.len().into()),
+            ("speculation".to_owned(), engine.status().speculation.into()),
+        ]);
+        Ok(Arc::new(Self {
+            keys: Keys::new(&options),
+            store: Store::new(options.response_store_records, options.response_store_bytes),
+            metrics: Metrics::default(),
+            log: RequestLog::open(options.log.clone(), start)?,
+            started: crate::ids::now(),
+            bodies: Semaphore::new((options.max_bodies_bytes / 1024).max(1)),
+            active: AtomicUsize::new(0),
+            draining: AtomicBool::new(false),
+            misses: Mutex::default(),
+            engine,
+            format,
+            options,
+            model,
+        }))
+    }
+
+    /// Whether the server is being stopped.
+    pub(crate) fn draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
+    }
+
+    /// Takes no new requests from here on.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Requests being answered.
+    #[must_use]
+    pub fn active_requests(&self) -> usize {
+        self.active.load(Ordering::Relaxed)
+    }
+
+    /// Why no request can be taken now.
+    pub(crate) fn unready(&self) -> Option<String> {
+        if self.draining() {
+            return Some("the server is stopping".to_owned());
+        }
+        self.engine.status().stopped
+    }
+
+    /// Counts and logs a request that never started.
+    pub(crate) fn reject(&self, client: &Client, route: &'static str, error: &ApiError) {
+        self.metrics.rejected(route);
+        let mut fields = Map::from_iter([
+            ("id".to_owned(), Value::from(client.request_id.as_str())),
+            ("route".to_owned(), route.into()),
+            ("status".to_owned(), error.status(client.wire).into()),
+            ("code".to_owned(), error.code.into()),
+            ("param".to_owned(), json!(error.param)),
+        ]);
+        if let Some(key) = client.key {
+            fields.insert("key".to_owned(), self.keys.name(key).into());
+        }
+        self.log.write("request_rejected", fields);
+    }
+
+    /// Keeps the explanation of a miss for the key that caused it.
+    pub(crate) fn remember_miss(&self, key: Option<usize>, request_id: &str, usage: TokenUsage, miss: &Miss) {
+        let excerpt = |e: &Excerpt| {
+            let (before, after) = e.ids.split_at(e.before.min(e.ids.len()));
+            let text = |ids: &[u32]| self.format.tokenizer().decode(ids, false);
+            json!({"same": text(before), "different": text(after)})
+        };
+        let value = json!({
+            "request": request_id, "cause": miss_cause(miss.cause), "prompt_tokens": usage.prompt,
+            "shared_tokens": miss.shared, "reused_tokens": miss.reused,
+            "cached": excerpt(&miss.cached), "prompt": excerpt(&miss.prompt),
+        });
+        let mut misses = self.misses.lock().unwrap_or_else(PoisonError::into_inner);
+        misses.push_back((key, value));
+        if misses.len() > MAX_MISSES {
+            misses.pop_front();
+        }
+    }
+
+    /// The explained misses of a key, the latest first.
+    pub(crate) fn misses(&self, key: Option<usize>) -> Vec<Value> {
+        let misses = self.misses.lock().unwrap_or_else(PoisonError::into_inner);
+        misses.iter().rev().filter(|(owner, _)| *owner == key).map(|(_, v)| v.clone()).collect()
+    }
+
+    /// OpenAI routes need the model's own name, or none.
+    pub(crate) fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
+        match name {
+            Some(name) if name != self.model.id => Err(ApiError::at(
+                404,
+                "model_not_found",
+                "model",
+                format!(
+                    "this server has {}, not {}",
+                    self.model.id,
+                    crate::error::quoted(&Value::from(name))
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The entry of `/v1/models`.
+    pub(crate) fn model_entry(&self) -> Value {
+        let context = self.engine.status().context;
+        json!({
+            "id": self.model.id, "object": "model", "created": self.started, "owned_by": "infernix",
+            "max_model_len": context,
+            "meta": {
+                "n_vocab": self.model.vocabulary, "n_ctx": context, "n_ctx_train": self.model.trained_context,
+                "n_embd": self.model.embedding, "n_params": self.model.parameters, "size": self.model.bytes,
+                "ftype": self.model.format,
+            },
+        })
+    }
+}
+
+/// Counts a request as active while it lives.
+pub(crate) struct Active(Arc<App>);
+
+impl Active {
+    pub(crate) fn new(app: &Arc<App>) -> Self {
+        app.active.fetch_add(1, Ordering::Relaxed);
+        app.metrics.started();
+        Self(Arc::clone(app))
+    }
+}
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        self.0.active.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,336 @@
+//! From an engine's events to the pieces of an answer.
+
+use crate::error::ApiError;
+use crate::ids;
+use crate::piece::{End, Finish, Piece, Progress, Times, TokenLogprob, TokenUsage};
+use crate::reply::Running;
+use crate::tools::{Call, Tools};
+use infernix_engine::cache::Miss;
+use infernix_engine::sched::{Event, Finish as EngineFinish, RequestError, Sampled};
+use infernix_text::{
+    Channel, Detokenizer, Event as TextEvent, OutputOptions, OutputParser, Start, StopMatcher, Tokenizer,
+    ToolSet,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// How one answer is read.
+#[derive(Clone)]
+pub(crate) struct DecodeOptions {
+    pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) start: Start,
+    pub(crate) tools: Arc<Tools>,
+    pub(crate) set: Arc<ToolSet>,
+    pub(crate) stops: Vec<String>,
+    /// The content is constrained: stop strings match reasoning only.
+    pub(crate) constrained: bool,
+    pub(crate) tolerant: bool,
+    pub(crate) logprobs: bool,
+    pub(crate) prompt_tokens: usize,
+    /// The answer is as long as the context allows, not as the request asks.
+    pub(crate) fills_context: bool,
+    /// Prefix of the ids of calls.
+    pub(crate) call_prefix: &'static str,
+    /// An answer of nothing gets a newline, because clients take an empty turn for a fault.
+    pub(crate) never_empty: bool,
+}
+
+/// Reads one answer.
+pub(crate) struct Decoder {
+    options: DecodeOptions,
+    text: Detokenizer,
+    parser: OutputParser,
+    reasoning_stops: StopMatcher,
+    pending: Vec<TokenLogprob>,
+    usage: TokenUsage,
+    calls: usize,
+    said: bool,
+    read: usize,
+    submitted: Instant,
+    admitted: Option<Instant>,
+    first_token: Option<Instant>,
+    miss: Option<Box<Miss>>,
+    prompt_logprobs: Vec<Sampled>,
+    /// Set by a constraint that ended the answer as a matter of length.
+    cut: Option<Arc<AtomicBool>>,
+    ended: bool,
+    /// The answer ended before the engine's request did.
+    early: bool,
+}
+
+impl Decoder {
+    pub(crate) fn new(options: DecodeOptions, cut: Option<Arc<AtomicBool>>) -> Self {
+        let (content_stops, reasoning_stops) = if options.constrained {
+            (Vec::new(), options.stops.clone())
+        } else {
+            (options.stops.clone(), Vec::new())
+        };
+        let parser = OutputParser::new(OutputOptions {
+            start: options.start,
+            tools: Arc::clone(&options.set),
+            tolerant: options.tolerant,
+            calls_in_reasoning: options.tolerant,
+            stops: content_stops,
+        });
+        Self {
+            text: Detokenizer::new(Arc::clone(&options.tokenizer)),
+            parser,
+            reasoning_stops: StopMatcher::new(&reasoning_stops),
+            pending: Vec::new(),
+            usage: TokenUsage { prompt: options.prompt_tokens, ..TokenUsage::default() },
+            calls: 0,
+            said: false,
+            read: 0,
+            submitted: Instant::now(),
+            admitted: None,
+            first_token: None,
+            miss: None,
+            prompt_logprobs: Vec::new(),
+            cut,
+            ended: false,
+            early: false,
+            options,
+        }
+    }
+
+    /// Whether the answer is complete.
+    pub(crate) fn ended(&self) -> bool {
+        self.ended
+    }
+
+    /// Whether the engine still works on it and should stop.
+    pub(crate) fn ended_early(&self) -> bool {
+        self.early
+    }
+
+    /// Why not more of the prompt came from the cache.
+    pub(crate) fn miss(&self) -> Option<&Miss> {
+        self.miss.as_deref()
+    }
+
+    /// Log-probabilities of the prompt, if they were asked for.
+    pub(crate) fn take_prompt_logprobs(&mut self) -> Vec<Sampled> {
+        std::mem::take(&mut self.prompt_logprobs)
+    }
+
+    /// Counts and times so far.
+    pub(crate) fn running(&self) -> Running {
+        Running { usage: self.usage, times: self.times() }
+    }
+
+    fn times(&self) -> Times {
+        let admitted = self.admitted.unwrap_or(self.submitted);
+        Times {
+            queued: (admitted - self.submitted).as_secs_f64(),
+            prompt: (self.first_token.unwrap_or_else(Instant::now) - admitted).as_secs_f64(),
+            decode: self.first_token.map_or(0.0, |t| t.elapsed().as_secs_f64()),
+        }
+    }
+
+    /// Takes an event of the engine.
+    pub(crate) fn event(&mut self, event: Event) -> Vec<Piece> {
+        let mut out = Vec::new();
+        if self.ended {
+            return out;
+        }
+        match event {
+            Event::Admitted { cached_tokens, miss, .. } => {
+                self.admitted = Some(Instant::now());
+                self.usage.cached = cached_tokens.min(self.usage.prompt);
+                self.miss = miss;
+                self.progress(self.usage.cached, true, &mut out);
+            }
+            Event::PromptProgress { done, .. } => self.progress(done, false, &mut out),
+            Event::PromptLogprobs(tokens) => self.prompt_logprobs.extend(tokens),
+            Event::Tokens(tokens) => {
+                for token in tokens {
+                    if self.ended {
+                        break;
+                    }
+                    self.token(token, &mut out);
+                }
+            }
+            Event::Finished { reason, usage, timings } => {
+                self.usage.drafted = usage.drafted;
+                self.usage.accepted = usage.accepted;
+                let finish = match reason {
+                    EngineFinish::Stop(_) => Finish::Stop,
+                    EngineFinish::Constraint if self.was_cut() => Finish::Length,
+                    EngineFinish::Constraint => Finish::Stop,
+                    EngineFinish::Length if self.options.fills_context => Finish::Context,
+                    EngineFinish::Length | EngineFinish::Deadline => Finish::Length,
+                    EngineFinish::Cancelled => {
+                        self.ended = true;
+                        out.push(Piece::Failed(ApiError::unavailable("the request was cancelled")));
+                        return out;
+                    }
+                };
+                self.end(finish, Some(timings.into()), &mut out);
+            }
+            Event::Failed(error) => {
+                self.ended = true;
+                out.push(Piece::Failed(failure(&error)));
+            }
+        }
+        out
+    }
+
+    /// The engine went away without a word.
+    pub(crate) fn lost(&mut self) -> Vec<Piece> {
+        if std::mem::replace(&mut self.ended, true) {
+            return Vec::new();
+        }
+        vec![Piece::Failed(ApiError::internal("the engine gave up this request; see the server's log"))]
+    }
+
+    fn was_cut(&self) -> bool {
+        self.cut.as_ref().is_some_and(|c| c.load(Ordering::Relaxed))
+    }
+
+    fn progress(&mut self, done: usize, first: bool, out: &mut Vec<Piece>) {
+        let done = done.clamp(self.usage.cached, self.usage.prompt);
+        if !first && done <= self.read || self.first_token.is_some() {
+            return;
+        }
+        self.read = done;
+        out.push(Piece::Progress(Progress {
+            total: self.usage.prompt,
+            cached: self.usage.cached,
+            processed: done,
+            seconds: self.admitted.map_or(0.0, |t| t.elapsed().as_secs_f64()),
+        }));
+    }
+
+    fn token(&mut self, token: Sampled, out: &mut Vec<Piece>) {
+        if self.first_token.is_none() {
+            self.progress(self.usage.prompt, false, out);
+            self.first_token = Some(Instant::now());
+        }
+        self.usage.output += 1;
+        let before = self.parser.channel();
+        let text = self.text.push(token.id);
+        let events = self.parser.push(&text);
+        let after = self.parser.channel();
+        if after == Channel::Reasoning || before == Channel::Reasoning && after == Channel::Content {
+            self.usage.reasoning += 1;
+        } else if self.options.logprobs && after == Channel::Content {
+            self.pending.push(logprob(&self.options.tokenizer, &token));
+        }
+        self.events(events, out);
+        if !self.ended && self.parser.is_done() {
+            self.early = true;
+            self.end(Finish::Stop, None, out);
+        }
+    }
+
+    fn events(&mut self, events: Vec<TextEvent>, out: &mut Vec<Piece>) {
+        for event in events {
+            if self.ended {
+                return;
+            }
+            match event {
+                TextEvent::Reasoning(text) => self.reasoning(&text, out),
+                TextEvent::Content(text) => {
+                    self.flush_reasoning(out);
+                    if !text.is_empty() {
+                        self.said = true;
+                        out.push(Piece::Content(text, std::mem::take(&mut self.pending)));
+                    }
+                }
+                TextEvent::Call(call) => {
+                    self.flush_reasoning(out);
+                    self.said = true;
+                    self.calls += 1;
+                    out.push(Piece::Call(Call::new(
+                        ids::fresh(self.options.call_prefix),
+                        &self.options.tools,
+                        &call,
+                    )));
+                }
+            }
+        }
+    }
+
+    fn reasoning(&mut self, text: &str, out: &mut Vec<Piece>) {
+        let text = if self.options.constrained { self.reasoning_stops.push(text) } else { text.to_owned() };
+        if !text.is_empty() {
+            self.said = true;
+            out.push(Piece::Reasoning(text));
+        }
+        if let Some(stop) = self.reasoning_stops.matched().filter(|_| self.options.constrained) {
+            self.early = true;
+            self.finish(Finish::StopString(self.options.stops[stop].clone()), None, out);
+        }
+    }
+
+    /// What the matcher of stop strings in reasoning held back.
+    fn flush_reasoning(&mut self, out: &mut Vec<Piece>) {
+        if self.options.constrained {
+            let rest = self.reasoning_stops.finish();
+            if !rest.is_empty() {
+                self.said = true;
+                out.push(Piece::Reasoning(rest));
+            }
+        }
+    }
+
+    fn end(&mut self, finish: Finish, times: Option<Times>, out: &mut Vec<Piece>) {
+        let rest = self.text.finish();
+        let events = self.parser.push(&rest);
+        self.events(events, out);
+        let events = self.parser.finish();
+        self.events(events, out);
+        if self.ended {
+            return;
+        }
+        self.flush_reasoning(out);
+        let diagnostics = self.parser.diagnostics();
+        let finish = match self.parser.stopped() {
+            Some(stop) => Finish::StopString(self.options.stops[stop].clone()),
+            // Half a call must not be run.
+            None if diagnostics.truncated_call && finish == Finish::Stop => Finish::Length,
+            None if finish == Finish::Stop && self.calls > 0 => Finish::Calls,
+            None => finish,
+        };
+        self.finish(finish, times, out);
+    }
+
+    fn finish(&mut self, finish: Finish, times: Option<Times>, out: &mut Vec<Piece>) {
+        let empty = !self.said && finish == Finish::Stop && self.options.never_empty;
+        let rest = std::mem::take(&mut self.pending);
+        if empty {
+            out.push(Piece::Content("\n".to_owned(), rest));
+        } else if !rest.is_empty() && self.calls == 0 {
+            out.push(Piece::Content(String::new(), rest));
+        }
+        self.ended = true;
+        out.push(Piece::End(Box::new(End {
+            finish,
+            usage: self.usage,
+            timings: times.unwrap_or_else(|| self.times()),
+            diagnostics: self.parser.diagnostics(),
+        })));
+    }
+}
+
+/// A token of the engine for the wire.
+pub(crate) fn logprob(tokenizer: &Tokenizer, token: &Sampled) -> TokenLogprob {
+    let bytes = |id: u32| tokenizer.token_bytes(id).unwrap_or_default().to_vec();
+    TokenLogprob {
+        bytes: bytes(token.id),
+        logprob: token.logprob.unwrap_or(0.0),
+        top: token.top.iter().map(|(id, logprob)| (bytes(*id), *logprob)).collect(),
+    }
+}
+
+/// A failure of the engine for the wire.
+fn failure(error: &RequestError) -> ApiError {
+    match error {
+        RequestError::QueueTimeout(_) => ApiError::queue_timeout(),
+        RequestError::OutOfMemory(_) => ApiError::new(503, "out_of_memory", error.to_string()),
+        RequestError::Constraint(_) => ApiError::new(500, "constraint_dead_end", error.to_string()),
+        RequestError::Engine(_) => ApiError::internal(error.to_string()),
+        RequestError::Stopped(_) => ApiError::unavailable(error.to_string()),
+    }
+}

@@ -1,0 +1,169 @@
+//! What is known of a request, for its log line and the metrics. Written once, when the request ends, however it does.
+
+use super::Client;
+use crate::app::{Active, App};
+use crate::error::ApiError;
+use crate::metrics::{Measured, Outcome};
+use crate::piece::{Piece, TokenUsage};
+use infernix_engine::cache::{Miss, MissCause};
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A request that has started.
+pub(super) struct Track {
+    app: Arc<App>,
+    _active: Active,
+    route: &'static str,
+    fields: Map<String, Value>,
+    started: Instant,
+    first_token: Option<Instant>,
+    last_token: Option<Instant>,
+    usage: TokenUsage,
+    queued: Option<f64>,
+    outcome: Option<Outcome>,
+}
+
+impl Track {
+    pub(super) fn new(
+        app: &Arc<App>,
+        client: &Client,
+        route: &'static str,
+        detail: Map<String, Value>,
+    ) -> Self {
+        let mut fields = Map::from_iter([
+            ("id".to_owned(), Value::from(client.request_id.as_str())),
+            ("route".to_owned(), route.into()),
+        ]);
+        if let Some(key) = client.key {
+            fields.insert("key".to_owned(), app.keys.name(key).into());
+        }
+        if let Some(trace) = &client.trace {
+            fields.insert("traceparent".to_owned(), trace.as_str().into());
+        }
+        fields.extend(detail);
+        app.log.write("request_start", fields.clone());
+        Self {
+            app: Arc::clone(app),
+            _active: Active::new(app),
+            route,
+            fields,
+            started: Instant::now(),
+            first_token: None,
+            last_token: None,
+            usage: TokenUsage::default(),
+            queued: None,
+            outcome: None,
+        }
+    }
+
+    /// Notes a piece of the answer.
+    pub(super) fn piece(&mut self, piece: &Piece) {
+        match piece {
+            Piece::Progress(_) => {
+                self.queued.get_or_insert_with(|| self.started.elapsed().as_secs_f64());
+            }
+            Piece::Reasoning(_) | Piece::Content(..) | Piece::Call(_) => {
+                let now = Instant::now();
+                self.first_token.get_or_insert(now);
+                self.last_token = Some(now);
+            }
+            Piece::End(end) => {
+                self.usage.add_choice(end.usage);
+                self.fields.insert("finish".to_owned(), format!("{:?}", FinishName(&end.finish)).into());
+                self.fields.insert("timings".to_owned(), end.timings.to_json(end.usage));
+                let d = &end.diagnostics;
+                self.app.metrics.repair("duplicate_parameter", d.duplicate_parameters_repaired.into());
+                self.app.metrics.repair("schema_mismatch", d.schema_mismatch_arguments.into());
+                self.app.metrics.repair("empty_argument", d.empty_arguments_omitted.into());
+                self.app.metrics.repair("tolerant", d.tolerant_recovered.into());
+                if d.marker_seen || d.marker_in_reasoning {
+                    self.fields.insert("tool_calls".to_owned(), serde_json::to_value(d).unwrap_or_default());
+                }
+            }
+            Piece::Failed(error) => self.failed(error),
+        }
+    }
+
+    /// Notes why there is no answer.
+    pub(super) fn failed(&mut self, error: &ApiError) {
+        self.fields.insert("status".to_owned(), error.status.into());
+        self.fields.insert("code".to_owned(), error.code.into());
+        self.outcome = Some(Outcome::Failed);
+    }
+
+    /// Notes what the cache gave.
+    pub(super) fn cache(&mut self, cached: usize, miss: Option<&Miss>) {
+        self.fields.insert("cached_tokens".to_owned(), cached.into());
+        if let Some(miss) = miss {
+            let cause = cause(miss.cause);
+            self.app.metrics.miss(cause);
+            self.fields.insert(
+                "miss".to_owned(),
+                json!({"cause": cause, "shared": miss.shared, "reused": miss.reused}),
+            );
+        }
+    }
+
+    /// The answer is complete and sent.
+    pub(super) fn done(&mut self) {
+        self.outcome.get_or_insert(Outcome::Done);
+    }
+}
+
+/// A cause as one word.
+pub(crate) fn cause(cause: MissCause) -> &'static str {
+    match cause {
+        MissCause::Cold => "cold",
+        MissCause::Diverged => "diverged",
+        MissCause::NoSnapshot => "no_snapshot",
+        MissCause::Evicted => "evicted",
+        MissCause::Bypassed => "bypassed",
+    }
+}
+
+/// A finish without the text that a stop string has.
+struct FinishName<'a>(&'a crate::piece::Finish);
+
+impl std::fmt::Debug for FinishName<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        use crate::piece::Finish as F;
+        f.write_str(match self.0 {
+            F::Stop => "stop",
+            F::StopString(_) => "stop_string",
+            F::Length => "length",
+            F::Context => "context",
+            F::Calls => "tool_calls",
+        })
+    }
+}
+
+impl Drop for Track {
+    fn drop(&mut self) {
+        let outcome = self.outcome.unwrap_or(Outcome::Disconnected);
+        let duration = self.started.elapsed().as_secs_f64();
+        let since = |at: Instant| (at - self.started).as_secs_f64();
+        let between = match (self.first_token, self.last_token) {
+            (Some(first), Some(last)) if self.usage.output > 1 => {
+                Some((last - first).as_secs_f64() / (self.usage.output - 1) as f64)
+            }
+            _ => None,
+        };
+        let measured = Measured {
+            first_token: self.first_token.map(since),
+            between_tokens: between,
+            duration,
+            queued: self.queued,
+        };
+        self.app.metrics.ended(self.route, outcome, measured);
+        let mut fields = std::mem::take(&mut self.fields);
+        fields.insert("outcome".to_owned(), outcome.name().into());
+        fields.insert("seconds".to_owned(), duration.into());
+        fields.insert("first_token_seconds".to_owned(), json!(measured.first_token));
+        fields.insert("prompt_tokens".to_owned(), self.usage.prompt.into());
+        fields.insert("output_tokens".to_owned(), self.usage.output.into());
+        fields.insert("reasoning_tokens".to_owned(), self.usage.reasoning.into());
+        let kind = if outcome == Outcome::Done { "request_done" } else { "request_error" };
+        self.app.log.write(kind, fields);
+    }
+}
