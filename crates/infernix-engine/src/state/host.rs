@@ -26,6 +26,17 @@ pub struct GdnLane<'a> {
     pub rows: Range<usize>,
     /// S `[value_heads, dk, dv]`, to be advanced in place over those rows.
     pub s: &'a mut [f32],
+    /// Where given, the first row advances this state instead, and leaves the result in `s`, whose values are old.
+    pub from: Option<&'a [f32]>,
+}
+
+impl GdnLane<'_> {
+    /// Makes `s` the state to advance.
+    pub fn settle(&mut self) {
+        if let Some(from) = self.from.take() {
+            self.s.copy_from_slice(from);
+        }
+    }
 }
 
 /// Pages, slots, and the round in progress.
@@ -153,13 +164,16 @@ impl HostState {
                 if n > have {
                     return Err(too_many(have));
                 }
+                g.spare = std::mem::take(&mut g.record.after);
                 if n == have && n > 0 {
-                    g.s = Arc::new(std::mem::take(&mut g.record.after));
+                    let after = Arc::new(std::mem::take(&mut g.spare));
+                    // A snapshot may hold the old state: then the next record gets a new buffer.
+                    g.spare = Arc::try_unwrap(std::mem::replace(&mut g.s, after)).unwrap_or_default();
                 } else if n > 0 {
                     replay(id, Arc::make_mut(&mut g.s).as_mut_slice(), &g.record, n);
                 }
                 g.len += n;
-                g.record = GdnRecord::default();
+                g.record.clear();
             }
             for (c, width) in slot
                 .gdn_conv
@@ -170,8 +184,8 @@ impl HostState {
                 if n * width > c.record.len() {
                     return Err(too_many(c.record.len() / width.max(1)));
                 }
-                let recorded = std::mem::take(&mut c.record);
-                shift(&mut c.columns, &recorded[..n * width]);
+                shift(&mut c.columns, &c.record[..n * width]);
+                c.record.clear();
             }
         }
         for (x, a) in slot.index.iter_mut().zip(&layout.attention) {
@@ -203,9 +217,7 @@ impl HostState {
     /// Committed state of a slot.
     pub fn snapshot(&self, slot: SlotId) -> Result<SlotSnapshot, EngineError> {
         let s = self.slots.get(slot).ok_or(EngineError::OutOfSlots { slots: self.layout.slots })?;
-        let mut s = s.clone();
-        s.drop_record();
-        Ok(SlotSnapshot(Arc::new(s)))
+        Ok(SlotSnapshot(Arc::new(s.committed())))
     }
 
     /// Overwrites a slot.
@@ -294,7 +306,8 @@ impl HostState {
         for (lane, r) in self.meta.lanes.iter().zip(&self.lane_rows) {
             let state = &mut self.slots[lane.slot].gdn[id];
             if state.record.keys.is_empty() {
-                state.record.after = state.s.to_vec();
+                state.record.after = std::mem::take(&mut state.spare);
+                state.record.after.resize(state.s.len(), 0.0);
             }
             state.record.keys.extend_from_slice(&keys[r.clone()]);
             state.record.u.extend_from_slice(&u[r.start * c..r.end * c]);
@@ -303,7 +316,8 @@ impl HostState {
         }
     }
 
-    /// The matrix each lane's recurrence advances: committed state in prefill, the record's in decode.
+    /// The matrix each lane's recurrence advances: committed state in prefill, the record's in decode. Every row of the
+    /// call must be advanced: see [`GdnLane::from`].
     pub fn gdn_lanes(&mut self, id: StateId) -> Vec<GdnLane<'_>> {
         let decode = self.meta.kind == CallKind::Decode;
         let mut order: Vec<Option<GdnLane<'_>>> = (0..self.meta.lanes.len()).map(|_| None).collect();
@@ -311,14 +325,15 @@ impl HostState {
             let Some(lane) = self.meta.lanes.iter().position(|l| l.slot == slot) else { continue };
             let rows = self.lane_rows[lane].clone();
             let g = &mut state.gdn[id];
-            let s = if decode {
-                &mut g.record.after[..]
+            order[lane] = Some(if decode {
+                // The first call of a record finds its buffer without a state.
+                let from = (g.record.keys.len() == rows.len()).then_some(&g.s[..]);
+                GdnLane { rows, s: &mut g.record.after, from }
             } else {
-                g.record = GdnRecord::default();
+                g.record.clear();
                 g.len += rows.len();
-                &mut Arc::make_mut(&mut g.s)[..]
-            };
-            order[lane] = Some(GdnLane { rows, s });
+                GdnLane { rows, s: Arc::make_mut(&mut g.s).as_mut_slice(), from: None }
+            });
         }
         order.into_iter().flatten().collect()
     }
@@ -396,13 +411,21 @@ impl HostState {
 }
 
 impl Slot {
-    fn drop_record(&mut self) {
-        self.gdn.iter_mut().for_each(|g| g.record = GdnRecord::default());
-        self.gdn_conv.iter_mut().chain(&mut self.ple_conv).for_each(|c| c.record.clear());
-        for x in self.index.iter_mut().flatten() {
-            x.record_raw.clear();
-            x.record_positions.clear();
-            x.record_pooled.clear();
+    /// A copy without records.
+    fn committed(&self) -> Slot {
+        let conv = |c: &ConvSlot| ConvSlot { columns: c.columns.clone(), record: Vec::new() };
+        let gdn = |g: &GdnSlot| GdnSlot { s: g.s.clone(), len: g.len, ..GdnSlot::default() };
+        let index = |x: &IndexSlot| IndexSlot {
+            pooled: x.pooled.clone(),
+            raw: x.raw.clone(),
+            positions: x.positions.clone(),
+            ..IndexSlot::default()
+        };
+        Slot {
+            gdn: self.gdn.iter().map(gdn).collect(),
+            gdn_conv: self.gdn_conv.iter().map(conv).collect(),
+            ple_conv: self.ple_conv.iter().map(conv).collect(),
+            index: self.index.iter().map(|x| x.as_ref().map(index)).collect(),
         }
     }
 }

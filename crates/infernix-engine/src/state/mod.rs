@@ -9,7 +9,7 @@ mod pool;
 mod slot;
 
 pub use codec::{Bf16Codec, F32Codec, Int8Codec, KvCodec, KvFormat, hadamard};
-pub use host::{ConvKind, HostState};
+pub use host::{ConvKind, GdnLane, HostState};
 pub use pool::KvPool;
 pub use slot::{GdnRecord, Slot, SlotSnapshot};
 

@@ -18,12 +18,25 @@ pub struct GdnRecord {
     pub after: Vec<f32>,
 }
 
+impl GdnRecord {
+    /// Forgets the columns and keeps the buffers.
+    pub(super) fn clear(&mut self) {
+        self.keys.clear();
+        self.u.clear();
+        self.g.clear();
+        self.beta.clear();
+    }
+}
+
 /// A gated delta rule layer: S `[value_heads, dk, dv]`.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GdnSlot {
     pub s: Arc<Vec<f32>>,
     pub len: usize,
     pub record: GdnRecord,
+    /// The buffer that the next record's `after` takes: a commit exchanges the two, so that a decoded token neither
+    /// allocates nor copies a state.
+    pub spare: Vec<f32>,
 }
 
 /// Columns before the next one: `[columns, width]`, oldest first; then the recorded ones.

@@ -176,7 +176,7 @@ per_isa! {
 /// Queries in the form their scores need.
 pub(crate) enum Prepared {
     /// BF16 keys.
-    Bf16(Packed),
+    Bf16(Box<Packed>),
     /// Any other codec: FP32, rotated if the codec rotates keys.
     F32(Vec<f32>),
 }
@@ -187,7 +187,7 @@ impl Prepared {
         if codec.format() == KvFormat::Bf16 {
             let mut p = Packed::default();
             p.pack(q.q, columns, q.d, q.d);
-            return Prepared::Bf16(p);
+            return Prepared::Bf16(Box::new(p));
         }
         let mut wide = vec![0f32; columns * q.d];
         elementwise::widen(isa, &q.q[..columns * q.d], &mut wide);

@@ -13,7 +13,7 @@ use super::weights::{CpuExperts, CpuWeight};
 use crate::backend::*;
 use crate::error::EngineError;
 use crate::ngram::NgramTicket;
-use crate::state::{ConvKind, HostState, SlotSnapshot, StateLayout};
+use crate::state::{ConvKind, GdnLane, HostState, SlotSnapshot, StateLayout};
 use std::sync::Arc;
 
 /// Values of an elementwise operation below which one thread does it all: some microseconds of work.
@@ -177,6 +177,7 @@ fn turn(rope: &RopeTable, position: [u32; 3]) -> impl Iterator<Item = (f32, f32)
 /// One lane and head of a delta-rule call.
 struct HeadTask<'a> {
     s: Cells<'a, f32>,
+    from: Option<&'a [f32]>,
     rows: std::ops::Range<usize>,
 }
 
@@ -198,6 +199,7 @@ fn advance_all(
         let (lane, j) = (&lanes[task / nv], task % nv);
         // SAFETY: each head of each lane belongs to one task.
         let s = unsafe { lane.s.piece(j * dk * dv..(j + 1) * dk * dv) };
+        let mut from = lane.from.map(|f| &f[j * dk * dv..(j + 1) * dk * dv]);
         for t in lane.rows.clone() {
             let u = &u[t * c..(t + 1) * c];
             let (q, rest) = u.split_at(dims.key_heads * dk);
@@ -213,7 +215,7 @@ fn advance_all(
             let at = (t * nv + j) * dv;
             // SAFETY: as above, for the outputs of this head.
             let o = o.map(|o| unsafe { o.piece(at..at + dv) });
-            delta::advance(isa, s, &token, o);
+            delta::advance(isa, from.take(), s, &token, o);
         }
     });
 }
@@ -288,7 +290,7 @@ impl Backend for CpuBackend {
         let dims = state.layout().gdn.clone();
         let (pool, isa) = (self.decode.clone(), self.isa);
         let done = state.commit(slot, part, n, |id, s, record, n| {
-            let lane = [HeadTask { s: Cells::new(s), rows: 0..n }];
+            let lane = [HeadTask { s: Cells::new(s), from: None, rows: 0..n }];
             advance_all(&pool, isa, dims[id], &lane, &record.u, &record.g, &record.beta, None);
         });
         self.state = Some(state);
@@ -512,8 +514,11 @@ impl Backend for CpuBackend {
             (self.isa, if self.prefilling { self.prefill.clone() } else { self.decode.clone() });
         let state = self.state_mut();
         state.gdn_record(id, at.rows, &wide, &g, &beta);
-        let lanes: Vec<HeadTask<'_>> =
-            state.gdn_lanes(id).into_iter().map(|l| HeadTask { s: Cells::new(l.s), rows: l.rows }).collect();
+        let lanes: Vec<HeadTask<'_>> = state
+            .gdn_lanes(id)
+            .into_iter()
+            .map(|GdnLane { rows, s, from }| HeadTask { s: Cells::new(s), from, rows })
+            .collect();
         let cells = Cells::new(&mut out);
         advance_all(&pool, isa, dims, &lanes, &wide, &g, &beta, Some(&cells));
         CpuBuf::bf16(u.rows, nv * dims.value_dim, out)

@@ -4,7 +4,7 @@ use super::isa::per_isa;
 use super::num::{bf16_of, f32_of, tree};
 
 /// Columns of S kept in registers at once.
-const WIDE: usize = 64;
+const WIDE: usize = 128;
 
 /// Operands of one token and head.
 pub(crate) struct Token<'a> {
@@ -39,6 +39,7 @@ fn unit(x: &[f32], scale: f32, out: &mut [f32]) {
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "the operands of one recurrence")]
 fn columns<const N: usize>(
+    from: Option<&[f32]>,
     s: &mut [f32],
     dv: usize,
     j: usize,
@@ -49,7 +50,7 @@ fn columns<const N: usize>(
     beta: f32,
 ) -> [f32; N] {
     let mut read = [0f32; N];
-    for (row, k) in s.chunks_exact(dv).zip(k) {
+    for (row, k) in from.unwrap_or(s).chunks_exact(dv).zip(k) {
         let row = &row[j..j + N];
         for l in 0..N {
             read[l] = k.mul_add(alpha * row[l], read[l]);
@@ -60,6 +61,16 @@ fn columns<const N: usize>(
         delta[l] = beta * (v[j + l] - read[l]);
     }
     let mut out = [0f32; N];
+    if let Some(from) = from {
+        for (((row, from), k), q) in s.chunks_exact_mut(dv).zip(from.chunks_exact(dv)).zip(k).zip(q) {
+            let (row, from) = (&mut row[j..j + N], &from[j..j + N]);
+            for l in 0..N {
+                row[l] = k.mul_add(delta[l], alpha * from[l]);
+                out[l] = q.mul_add(row[l], out[l]);
+            }
+        }
+        return out;
+    }
     for ((row, k), q) in s.chunks_exact_mut(dv).zip(k).zip(q) {
         let row = &mut row[j..j + N];
         for l in 0..N {
@@ -71,8 +82,9 @@ fn columns<const N: usize>(
 }
 
 per_isa! {
-    /// Advances `s [dk, dv]` by one token; `o [dv]`, if wanted, is `S^T q` of the new state, rounded to BF16.
-    pub(crate) fn advance(s: &mut [f32], token: &Token<'_>, o: Option<&mut [u16]>) {
+    /// Advances `from`, or else `s [dk, dv]` itself, by one token into `s`; `o [dv]`, if wanted, is `S^T q` of the new
+    /// state, rounded to BF16.
+    pub(crate) fn advance(from: Option<&[f32]>, s: &mut [f32], token: &Token<'_>, o: Option<&mut [u16]>) {
         let (dk, dv) = (token.k.len(), token.v.len());
         let (mut q, mut k) = ([0f32; 256], [0f32; 256]);
         let (q, k) = (&mut q[..dk], &mut k[..dk]);
@@ -83,12 +95,12 @@ per_isa! {
         let mut out = [0f32; 256];
         let mut j = 0;
         while j + WIDE <= dv {
-            let y = columns::<WIDE>(s, dv, j, q, k, token.v, alpha, token.beta);
+            let y = columns::<WIDE>(from, s, dv, j, q, k, token.v, alpha, token.beta);
             out[j..j + WIDE].copy_from_slice(&y);
             j += WIDE;
         }
         while j < dv {
-            out[j] = columns::<1>(s, dv, j, q, k, token.v, alpha, token.beta)[0];
+            out[j] = columns::<1>(from, s, dv, j, q, k, token.v, alpha, token.beta)[0];
             j += 1;
         }
         if let Some(o) = o {
@@ -123,14 +135,19 @@ mod tests {
             let mut rng = Rng(3);
             let mut states: Vec<Vec<f32>> = Isa::testable().iter().map(|_| vec![0f32; dk * dv]).collect();
             let mut exact = vec![0f64; dk * dv];
-            for _ in 0..12 {
+            for step in 0..12 {
                 let mut r = |n: usize| (0..n).map(|_| f32_of(bf16_of(rng.unit()))).collect::<Vec<f32>>();
                 let (q, k, v) = (r(dk), r(dk), r(dv));
                 let token = Token { q: &q, k: &k, v: &v, g: -0.1, beta: 0.6 };
                 let mut outs = Vec::new();
                 for (isa, s) in Isa::testable().into_iter().zip(&mut states) {
                     let mut o = vec![0u16; dv];
-                    advance(isa, s, &token, Some(&mut o));
+                    // In place or from a copy, all the same.
+                    let from = (step % 2 == 0).then(|| s.clone());
+                    if from.is_some() {
+                        s.fill(f32::NAN);
+                    }
+                    advance(isa, from.as_deref(), s, &token, Some(&mut o));
                     outs.push(o);
                 }
                 assert!(outs.iter().all(|o| o == &outs[0]));

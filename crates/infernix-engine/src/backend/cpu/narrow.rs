@@ -13,7 +13,7 @@ use crate::numerics::w4a4::{self, A4Row, Scale};
 pub(crate) fn product(pool: &Pool, isa: Isa, w: &CpuWeight, x: &[u16], packed: &mut Packed, out: Out<'_>) {
     let k = w.k();
     if w.spec.activation == Activation::A8 {
-        packed.pack_int8(x, x.len() / k, k);
+        packed.pack_int8(isa, x, x.len() / k, k);
         return linear::product(pool, isa, &w.rows(), packed, out);
     }
     packed.pack(x, x.len() / k, k, k);

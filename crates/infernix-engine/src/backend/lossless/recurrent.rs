@@ -4,7 +4,7 @@ use super::{Lossless, Mat, U};
 use crate::backend::{At, GateKind, GdnDims, Op, RowKey, Site, StateId};
 use crate::numerics::dd::{Dd, Real};
 use crate::numerics::round::{RowRounder, Target};
-use crate::state::{ConvKind, GdnRecord};
+use crate::state::{ConvKind, GdnLane, GdnRecord};
 use rayon::prelude::*;
 use std::cell::OnceCell;
 
@@ -136,6 +136,7 @@ impl Lossless {
             rounding: self.options.rounding,
         };
         let mut lanes = self.state_mut().gdn_lanes(id);
+        lanes.iter_mut().for_each(GdnLane::settle);
         let head = dims.key_dim * dims.value_dim;
         let heads: Vec<(usize, std::ops::Range<usize>, &mut [f32])> = lanes
             .iter_mut()

@@ -6,7 +6,7 @@
 
 use super::out::Out;
 use super::rows::{BLOCK, Fold, Kind, Rows};
-use super::stored::{RUN, Row, SBf16, SFp8, SMxfp8, SNvfp4, SQ4, SQ5, SQ6, SQ8, Stored};
+use super::stored::{Planes, RUN, Row, SBf16, SFp8, SMxfp8, SNvfp4, SQ4, SQ5, SQ6, SQ8, Stored};
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -72,12 +72,6 @@ unsafe fn step<S: Stored, const HW: bool, const INT8: bool>(
         if INT8 {
             let (x0, x1) = (_mm512_set1_ps(xs.read()), _mm512_set1_ps(xs.add(1).read()));
             let t = dot::<HW>(_mm512_setzero_ps(), w.0, x.0);
-            if S::EVEN_ODD {
-                // Lanes 0..8 hold elements of the first 32, lanes 8..16 of the second.
-                let t = dot::<HW>(t, w.1, x.1);
-                let x = _mm512_mask_mov_ps(x0, 0xff00, x1);
-                return _mm512_fmadd_ps(_mm512_mul_ps(s.0, x), t, acc);
-            }
             let (s0, s1) = match S::FOLD {
                 Fold::Direct => (x0, x1),
                 Fold::Whole => (_mm512_mul_ps(s.0, x0), _mm512_mul_ps(s.0, x1)),
@@ -102,7 +96,7 @@ unsafe fn step<S: Stored, const HW: bool, const INT8: bool>(
 
 /// Sums of the lanes of four accumulators, in the order of `num::tree`.
 #[inline(always)]
-unsafe fn sums(a: [__m512; TILE]) -> [f32; TILE] {
+pub(super) unsafe fn sums(a: [__m512; TILE]) -> [f32; TILE] {
     // SAFETY: needs AVX-512 F.
     unsafe {
         let ab =
@@ -123,23 +117,14 @@ unsafe fn sums(a: [__m512; TILE]) -> [f32; TILE] {
 }
 
 /// A row's last, short block with zeros behind it.
+#[repr(align(64))]
 struct Tail {
     codes: [u8; 128],
     scales: [u8; 8],
 }
 
-/// Pointers of rows whose K is whole blocks; of other rows, also their tail.
-fn row(w: &Rows<'_>, r: usize) -> Row {
-    let (start, step) = w.scale_at(r);
-    Row {
-        codes: w.codes(r).as_ptr(),
-        high: w.high(r).as_ptr(),
-        scales: w.scales()[start..].as_ptr(),
-        scale_step: step,
-    }
-}
-
 /// Blocks that can be read in place.
+#[inline(always)]
 fn whole(w: &Rows<'_>) -> usize {
     use Kind::*;
     match w.kind() {
@@ -149,174 +134,122 @@ fn whole(w: &Rows<'_>) -> usize {
     }
 }
 
-fn tail(w: &Rows<'_>, r: usize) -> Tail {
+/// # Safety
+/// AVX-512 F and BW.
+#[inline(always)]
+unsafe fn tail(w: &Rows<'_>, r: usize) -> Tail {
     let mut t = Tail { codes: [0; 128], scales: [0; 8] };
     let codes = &w.codes(r)[whole(w) * w.kind().block_bytes().0..];
-    t.codes[..codes.len()].copy_from_slice(codes);
-    let (start, step) = w.scale_at(r);
-    let bytes = match w.kind() {
-        Kind::Fp8Block => {
-            // Two blocks share a tile's scale.
-            let at = start + 4 * (whole(w) / 2);
-            t.scales[..4].copy_from_slice(&w.scales()[at..at + 4]);
-            0
+    // SAFETY: a mask of the slice's length, under the whole 128 bytes of a block: nothing beyond it is read.
+    unsafe {
+        let mask = |n: usize| if n >= 64 { u64::MAX } else { (1 << n) - 1 };
+        let (p, n) = (codes.as_ptr().cast::<i8>(), codes.len());
+        _mm512_storeu_si512(t.codes.as_mut_ptr().cast(), _mm512_maskz_loadu_epi8(mask(n), p));
+        if n > 64 {
+            let rest = _mm512_maskz_loadu_epi8(mask(n - 64), p.add(64));
+            _mm512_storeu_si512(t.codes.as_mut_ptr().add(64).cast(), rest);
         }
-        Kind::Mxfp8 => w.k().div_ceil(32) - 2 * whole(w),
-        k if k.is_nvfp4() => w.k() / 16 - 4 * whole(w),
-        _ => 0,
+    }
+    let (start, step) = w.scale_at(r);
+    let (from, bytes) = match w.kind() {
+        // Two blocks share a tile's scale.
+        Kind::Fp8Block => (start + 4 * (whole(w) / 2), 4),
+        Kind::Mxfp8 => (start + step * whole(w), w.k().div_ceil(32) - 2 * whole(w)),
+        k if k.is_nvfp4() => (start + step * whole(w), w.k() / 16 - 4 * whole(w)),
+        _ => return t,
     };
-    t.scales[..bytes].copy_from_slice(&w.scales()[start + step * whole(w)..][..bytes]);
+    t.scales[..bytes].copy_from_slice(&w.scales()[from..from + bytes]);
     t
 }
 
-/// Asks for the codes `ahead` bytes after a block's.
+/// One row times `C` columns, codes expanded in registers: the lanes of each column's sum. The row is read from its
+/// first byte to its last, and rows after one another: a single rising stream is what the processor's prefetchers
+/// follow (a tile of four rows read side by side reached a third of the rate of memory).
 #[inline(always)]
-unsafe fn prefetch<S: Stored>(r: &Row, ahead: usize, block: usize) {
-    // SAFETY: a prefetch of any address is harmless; the pointer is never dereferenced.
-    unsafe {
-        if S::BYTES >= 64 || block.is_multiple_of(2) {
-            let p = r.codes.wrapping_add(ahead + S::BYTES * block);
-            _mm_prefetch::<_MM_HINT_T0>(p.cast());
-            if S::BYTES > 64 {
-                _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(64).cast());
-            }
-        }
-    }
-}
-
-/// `R` rows from `first` times `C` columns, codes expanded in registers.
-#[inline(always)]
-unsafe fn direct<S: Stored, const HW: bool, const INT8: bool, const R: usize, const C: usize>(
+unsafe fn direct<S: Stored, const HW: bool, const INT8: bool, const C: usize>(
     w: &Rows<'_>,
-    first: usize,
+    pointers: Row,
+    r: usize,
     x: Columns<'_>,
     column: usize,
-    out: &Out<'_>,
-) {
+) -> [__m512; C] {
     // SAFETY: row pointers come from checked slices; blocks below `whole` lie inside them, the tail is read from a
     // padded copy; x holds `width` = whole padded blocks per column.
     unsafe {
-        let mut rows = [row(w, first); R];
-        for (i, r) in rows.iter_mut().enumerate().skip(1) {
-            *r = row(w, first + i);
-        }
-        let mut acc = [[_mm512_setzero_ps(); C]; R];
+        let mut acc = [_mm512_setzero_ps(); C];
         let xs = x.x.as_ptr().add(column * x.width);
-        // The rows of the next tile, same columns: the processor's own prefetchers stop at page ends.
-        let ahead = TILE * w.kind().row_bytes(w.k()).0;
         let n = whole(w);
         let mut b = 0;
         if S::PREPARED {
-            let mut scales = [[0f32; RUN * 2]; R];
+            let mut scales = [0f32; RUN * 2];
             while b + RUN <= n {
-                for i in 0..R {
-                    S::prepare(&rows[i], b, scales[i].as_mut_ptr());
-                }
+                S::prepare(&pointers, b, scales.as_mut_ptr());
                 for j in 0..RUN {
-                    for i in 0..R {
-                        prefetch::<S>(&rows[i], ahead, b + j);
-                        let codes = S::codes::<HW>(&rows[i], b + j);
-                        let s = &scales[i][j * S::KEPT..];
-                        let s = (_mm512_set1_ps(s[0]), _mm512_set1_ps(s[S::KEPT - 1]));
-                        for c in 0..C {
-                            let v = pair(xs.add(c * x.width + (b + j) * BLOCK));
-                            acc[i][c] =
-                                step::<S, HW, INT8>(acc[i][c], codes, s, v, x.scale(column + c, b + j));
-                        }
+                    let codes = S::codes::<HW>(&pointers, b + j);
+                    let s = &scales[j * S::KEPT..];
+                    let s = (_mm512_set1_ps(s[0]), _mm512_set1_ps(s[S::KEPT - 1]));
+                    for c in 0..C {
+                        let v = pair(xs.add(c * x.width + (b + j) * BLOCK));
+                        acc[c] = step::<S, HW, INT8>(acc[c], codes, s, v, x.scale(column + c, b + j));
                     }
                 }
                 b += RUN;
             }
         }
         while b < n {
-            for i in 0..R {
-                prefetch::<S>(&rows[i], ahead, b);
-                let (codes, scales) = (S::codes::<HW>(&rows[i], b), S::scales(&rows[i], b));
-                for c in 0..C {
-                    let v = pair(xs.add(c * x.width + b * BLOCK));
-                    acc[i][c] = step::<S, HW, INT8>(acc[i][c], codes, scales, v, x.scale(column + c, b));
-                }
+            let (codes, scales) = (S::codes::<HW>(&pointers, b), S::scales(&pointers, b));
+            for c in 0..C {
+                let v = pair(xs.add(c * x.width + b * BLOCK));
+                acc[c] = step::<S, HW, INT8>(acc[c], codes, scales, v, x.scale(column + c, b));
             }
             b += 1;
         }
         if n < w.blocks() {
-            for i in 0..R {
-                let t = tail(w, first + i);
-                let r = Row {
-                    codes: t.codes.as_ptr(),
-                    high: t.codes.as_ptr(),
-                    scales: t.scales.as_ptr(),
-                    scale_step: 0,
-                };
-                let (codes, scales) = (S::codes::<HW>(&r, 0), S::scales(&r, 0));
-                for c in 0..C {
-                    let v = pair(xs.add(c * x.width + n * BLOCK));
-                    acc[i][c] = step::<S, HW, INT8>(acc[i][c], codes, scales, v, x.scale(column + c, n));
-                }
+            let t = tail(w, r);
+            let padded = Row {
+                codes: t.codes.as_ptr(),
+                high: t.codes.as_ptr(),
+                scales: t.scales.as_ptr(),
+                scale_step: 0,
+            };
+            let (codes, scales) = (S::codes::<HW>(&padded, 0), S::scales(&padded, 0));
+            for c in 0..C {
+                let v = pair(xs.add(c * x.width + n * BLOCK));
+                acc[c] = step::<S, HW, INT8>(acc[c], codes, scales, v, x.scale(column + c, n));
             }
         }
-        for c in 0..C {
-            let mut a = [_mm512_setzero_ps(); TILE];
-            for i in 0..R {
-                a[i] = acc[i][c];
-            }
-            for (i, y) in sums(a).iter().take(R).enumerate() {
-                out.put(column + c, first + i, w.finish(first + i, *y));
-            }
-        }
+        acc
     }
 }
 
-/// A tile of `R` rows times all columns, four at a time.
+/// Rows `range` times `C` columns from `column`.
 #[inline(always)]
-unsafe fn direct_tile<S: Stored, const HW: bool, const INT8: bool, const R: usize>(
-    w: &Rows<'_>,
-    first: usize,
-    x: Columns<'_>,
-    out: &Out<'_>,
-) {
-    // SAFETY: as `direct`.
-    unsafe {
-        let columns = x.x.len() / x.width;
-        let mut c = 0;
-        while c + TILE <= columns {
-            direct::<S, HW, INT8, R, TILE>(w, first, x, c, out);
-            c += TILE;
-        }
-        // Rarer routes do without kernels for two and three columns: each is one more to compile.
-        while (INT8 || !HW) && c < columns {
-            direct::<S, HW, INT8, R, 1>(w, first, x, c, out);
-            c += 1;
-        }
-        if INT8 || !HW {
-            return;
-        }
-        match columns - c {
-            0 => {}
-            1 => direct::<S, HW, INT8, R, 1>(w, first, x, c, out),
-            2 => direct::<S, HW, INT8, R, 2>(w, first, x, c, out),
-            _ => direct::<S, HW, INT8, R, 3>(w, first, x, c, out),
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn direct_rows<S: Stored, const HW: bool, const INT8: bool>(
+unsafe fn direct_rows<S: Stored, const HW: bool, const INT8: bool, const C: usize>(
     w: &Rows<'_>,
     range: Range<usize>,
     x: Columns<'_>,
+    column: usize,
     out: &Out<'_>,
 ) {
+    let planes = Planes::new(w);
     // SAFETY: as `direct`.
     unsafe {
-        let mut r = range.start;
-        while r + TILE <= range.end {
-            direct_tile::<S, HW, INT8, TILE>(w, r, x, out);
-            r += TILE;
-        }
-        while r < range.end {
-            direct_tile::<S, HW, INT8, 1>(w, r, x, out);
-            r += 1;
+        let mut first = range.start;
+        while first < range.end {
+            let n = (range.end - first).min(TILE);
+            let mut acc = [[_mm512_setzero_ps(); TILE]; C];
+            for i in 0..n {
+                let lanes = direct::<S, HW, INT8, C>(w, planes.at(first + i), first + i, x, column);
+                for c in 0..C {
+                    acc[c][i] = lanes[c];
+                }
+            }
+            for c in 0..C {
+                for (i, y) in sums(acc[c]).iter().take(n).enumerate() {
+                    out.put(column + c, first + i, w.finish(first + i, *y));
+                }
+            }
+            first += n;
         }
     }
 }
@@ -366,7 +299,7 @@ unsafe fn keep<S: Stored, const HW: bool>(r: &Row, block: usize, codes: *mut u16
 
 #[inline(always)]
 unsafe fn expand<S: Stored, const HW: bool>(w: &Rows<'_>, range: Range<usize>, panel: &mut Panel) -> usize {
-    let blocks = w.blocks();
+    let (blocks, planes) = (w.blocks(), Planes::new(w));
     let rows = range.len().next_multiple_of(TILE);
     panel.codes.resize(blocks * rows, Words([0; BLOCK]));
     panel.scales.resize(blocks * rows * S::KEPT, 0.0);
@@ -375,7 +308,7 @@ unsafe fn expand<S: Stored, const HW: bool>(w: &Rows<'_>, range: Range<usize>, p
         let (codes, scales) = (panel.codes.as_mut_ptr().cast::<u16>(), panel.scales.as_mut_ptr());
         let n = whole(w);
         for (i, r) in range.clone().enumerate() {
-            let pointers = row(w, r);
+            let pointers = planes.at(r);
             for b in 0..n {
                 let at = b * rows + i;
                 keep::<S, HW>(&pointers, b, codes.add(at * BLOCK), scales.add(at * S::KEPT));
@@ -492,8 +425,8 @@ unsafe fn panel_product<S: Stored, const HW: bool, const INT8: bool>(
     SCRATCH.set(panel);
 }
 
-/// Columns up to which codes are expanded in registers, once for every four columns, instead of once into a panel.
-pub(crate) const DIRECT: usize = 16;
+/// Columns up to which codes are expanded in registers instead of once into a panel.
+pub(crate) const DIRECT: usize = TILE;
 
 #[inline(always)]
 unsafe fn any<S: Stored, const HW: bool, const INT8: bool>(
@@ -504,10 +437,18 @@ unsafe fn any<S: Stored, const HW: bool, const INT8: bool>(
 ) {
     // SAFETY: as the callees.
     unsafe {
-        if x.x.len() / x.width <= DIRECT {
-            direct_rows::<S, HW, INT8>(w, range, x, out);
-        } else {
-            panel_product::<S, HW, INT8>(w, range, x, out);
+        match x.x.len() / x.width {
+            1 => direct_rows::<S, HW, INT8, 1>(w, range, x, 0, out),
+            // Rarer routes do without kernels for more columns: each is one more to compile.
+            n @ 2..=DIRECT if INT8 || !HW => {
+                for c in 0..n {
+                    direct_rows::<S, HW, INT8, 1>(w, range.clone(), x, c, out);
+                }
+            }
+            2 => direct_rows::<S, HW, INT8, 2>(w, range, x, 0, out),
+            3 => direct_rows::<S, HW, INT8, 3>(w, range, x, 0, out),
+            4 => direct_rows::<S, HW, INT8, 4>(w, range, x, 0, out),
+            _ => panel_product::<S, HW, INT8>(w, range, x, out),
         }
     }
 }

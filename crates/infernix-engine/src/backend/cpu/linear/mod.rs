@@ -8,8 +8,9 @@
 //! This does not depend on the number of columns, on threads or on the instruction set, so prefill, decode and any
 //! batch agree bit for bit.
 //!
-//! Int8 activations (`Packed::pack_int8`) enter as their codes; sums of 32 products, exact for integer weights, meet
-//! `fl(weight scale x activation scale)`. FP32 and FP16 matrices take their activations as they are.
+//! Int8 activations (`Packed::pack_int8`) meet integer codes in exact sums (see `int8`). Other codes take theirs as BF16:
+//! sums of 32 products meet `fl(weight scale x activation scale)`. FP32 and FP16 matrices take BF16 activations as they
+//! are, and scale sums over 32 int8 ones.
 //!
 //! # Error
 //! A lane adds K/16 products and the tree has 4 levels: `|y - exact| <= (K/16 + 8) 2^-24 sum |w x|`, plus the output's
@@ -18,12 +19,15 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod int8;
 mod out;
 mod pack;
 mod portable;
 mod rows;
 #[cfg(target_arch = "x86_64")]
 mod stored;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 pub use out::Out;
 pub use pack::Packed;
@@ -38,8 +42,8 @@ const TASK_BYTES: usize = 16 << 10;
 
 /// `y = x W^T` for a weight stacked from parts by rows; parts fill consecutive rows of the output.
 pub fn product(pool: &Pool, isa: Isa, parts: &[Rows<'_>], x: &mut Packed, out: Out<'_>) {
-    if parts.iter().any(|p| p.kind().even_odd()) {
-        x.split();
+    for p in parts {
+        prepare(isa, p.kind(), x);
     }
     let x = &*x;
     // All parts share one parallel loop: stacked projections of a few rows would not fill the threads one by one.
@@ -59,6 +63,20 @@ pub fn product(pool: &Pool, isa: Isa, parts: &[Rows<'_>], x: &mut Packed, out: O
     });
 }
 
+/// Makes the forms of x that products with `kind` read.
+fn prepare(isa: Isa, kind: Kind, x: &mut Packed) {
+    match x.int8_mut() {
+        #[cfg(target_arch = "x86_64")]
+        Some(int8) if kind.integers() && isa == Isa::Avx512Bf16 => return vnni::prepare(kind, int8),
+        Some(_) if kind.integers() => return,
+        Some(_) => x.widen(),
+        None => {}
+    }
+    if kind.even_odd() {
+        x.split();
+    }
+}
+
 /// Rows a task takes.
 fn chunk_rows(pool: &Pool, w: &Rows<'_>, columns: usize) -> usize {
     let row = (w.bytes() / w.n().max(1)).max(1);
@@ -72,6 +90,13 @@ fn chunk_rows(pool: &Pool, w: &Rows<'_>, columns: usize) -> usize {
 
 /// Rows `range` on the calling thread.
 pub(crate) fn product_rows(isa: Isa, w: &Rows<'_>, range: Range<usize>, x: &Packed, out: &Out<'_>) {
+    if let Some(int8) = x.int8().filter(|_| w.kind().integers()) {
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Avx512Bf16 {
+            return vnni::product(w, range, int8, out);
+        }
+        return int8::portable(isa, w, range, int8, out);
+    }
     #[cfg(target_arch = "x86_64")]
     if isa >= Isa::Avx512
         && !matches!(w.kind(), Kind::F32 | Kind::F16)

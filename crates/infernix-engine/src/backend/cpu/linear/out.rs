@@ -52,6 +52,23 @@ impl<'a> Out<'a> {
         Out { offset: self.offset + rows, ..self }
     }
 
+    /// Stores the products of consecutive rows.
+    #[inline(always)]
+    pub(crate) fn put_rows(&self, column: usize, row: usize, y: &[f32]) {
+        let at = self.offset + row;
+        assert!(column < self.columns && at + y.len() <= self.stride);
+        let i = column * self.stride + at;
+        for (n, y) in y.iter().enumerate() {
+            if self.narrow.is_null() {
+                // SAFETY: as `put`, for each of the rows.
+                unsafe { self.wide.add(i + n).write(*y) }
+            } else {
+                // SAFETY: as above.
+                unsafe { self.narrow.add(i + n).write(bf16_of(*y)) }
+            }
+        }
+    }
+
     /// Stores one product.
     #[inline(always)]
     pub(crate) fn put(&self, column: usize, row: usize, y: f32) {

@@ -1,6 +1,8 @@
 //! Activations laid out for the dot-product steps.
 
-use super::super::num::{bf16_exact, f32_of};
+use super::super::isa::Isa;
+use super::super::num::bf16_exact;
+use super::int8::Int8;
 use super::rows::BLOCK;
 use crate::numerics::a8;
 
@@ -13,9 +15,14 @@ pub struct Packed {
     blocks: usize,
     natural: Vec<u16>,
     even_odd: Vec<u16>,
-    /// Scales of int8 activations, one per 32 elements of a padded column; empty for BF16 activations.
+    /// Scales of int8 activations whose codes are `natural`, one per 32 elements of a padded column; empty for BF16
+    /// activations.
     scales: Vec<f32>,
     tiny: bool,
+    /// Int8 activations.
+    int8: Option<Int8>,
+    /// Buffers of former ones.
+    spare: Int8,
 }
 
 /// Below this exponent field (2^-90), products with the smallest code could fall under 2^-126, where the BF16 dot
@@ -31,6 +38,7 @@ impl Packed {
         self.even_odd.clear();
         self.natural.clear();
         self.scales.clear();
+        self.drop_int8();
         self.natural.reserve(columns * width);
         self.tiny = false;
         for c in 0..columns {
@@ -41,16 +49,44 @@ impl Packed {
         }
     }
 
-    /// Quantises `x [columns, k]` to int8 per 32 values (`numerics::a8`) and packs the codes, exact in BF16.
-    pub fn pack_int8(&mut self, x: &[u16], columns: usize, k: usize) {
-        self.pack(x, columns, k, k);
+    /// Quantises `x [columns, k]` to int8 per 32 values (`numerics::a8`).
+    pub fn pack_int8(&mut self, isa: Isa, x: &[u16], columns: usize, k: usize) {
+        (self.columns, self.k, self.blocks) = (columns, k, k.div_ceil(BLOCK));
+        self.even_odd.clear();
+        self.natural.clear();
+        self.scales.clear();
         self.tiny = false;
-        let mut codes = [0i8; a8::GROUP];
-        let mut values = [0f32; a8::GROUP];
-        for group in self.natural.chunks_exact_mut(a8::GROUP) {
-            values.iter_mut().zip(&*group).for_each(|(v, x)| *v = f32_of(*x));
-            self.scales.push(a8::quantise(&values, &mut codes));
-            group.iter_mut().zip(codes).for_each(|(x, c)| *x = bf16_exact(f32::from(c)));
+        self.drop_int8();
+        self.int8 = Some(Int8::new(isa, x, columns, k, std::mem::take(&mut self.spare)));
+    }
+
+    fn drop_int8(&mut self) {
+        if let Some(old) = self.int8.take() {
+            self.spare = old;
+        }
+    }
+
+    /// Int8 activations, if they are.
+    pub(super) fn int8(&self) -> Option<&Int8> {
+        self.int8.as_ref()
+    }
+
+    /// The same, to make further forms of them.
+    pub(super) fn int8_mut(&mut self) -> Option<&mut Int8> {
+        self.int8.as_mut()
+    }
+
+    /// Makes int8 codes available as BF16, with their scales.
+    pub(super) fn widen(&mut self) {
+        let Some(x) = &self.int8 else { return };
+        if !self.natural.is_empty() || self.blocks == 0 {
+            return;
+        }
+        let (width, groups) = (self.blocks * BLOCK, self.blocks * BLOCK / a8::GROUP);
+        for c in 0..self.columns {
+            let codes = &x.codes()[c * x.width()..][..width];
+            self.natural.extend(codes.iter().map(|v| bf16_exact(f32::from(*v))));
+            self.scales.extend_from_slice(&x.scales()[c * (x.width() / a8::GROUP)..][..groups]);
         }
     }
 

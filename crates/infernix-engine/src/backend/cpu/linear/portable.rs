@@ -28,26 +28,11 @@ fn dot_step(acc: &mut [f32; 16], w: &[u16], x: &[u16]) {
     }
 }
 
-/// A block with int8 activations: sums of 32 products (or, where codes are nibbles, of both halves' shares of a lane)
-/// meet `fl(weight scale x activation scale)`.
+/// A block with int8 activations: sums of 32 products meet `fl(weight scale x activation scale)`.
 #[inline(always)]
-fn int8_block(
-    acc: &mut [f32; 16],
-    even_odd: bool,
-    s: &[[f32; 16]; 2],
-    xs: &[f32],
-    w: (&[u16], &[u16]),
-    x: (&[u16], &[u16]),
-) {
+fn int8_block(acc: &mut [f32; 16], s: &[[f32; 16]; 2], xs: &[f32], w: (&[u16], &[u16]), x: (&[u16], &[u16])) {
     let mut t = [0f32; 16];
     dot_step(&mut t, w.0, x.0);
-    if even_odd {
-        dot_step(&mut t, w.1, x.1);
-        for i in 0..16 {
-            acc[i] = (s[0][i] * xs[i / 8]).mul_add(t[i], acc[i]);
-        }
-        return;
-    }
     for i in 0..16 {
         acc[i] = (s[0][i] * xs[0]).mul_add(t[i], acc[i]);
     }
@@ -80,7 +65,7 @@ per_isa! {
                     let (w0, w1) = code.split_at(32);
                     let (x0, x1) = xb.split_at(32);
                     if let Some(xs) = x.scales().get(2 * (column * blocks + b)..2 * (column * blocks + b) + 2) {
-                        int8_block(&mut acc, w.kind().even_odd(), scale, xs, (w0, w1), (x0, x1));
+                        int8_block(&mut acc, scale, xs, (w0, w1), (x0, x1));
                         continue;
                     }
                     match w.kind().fold() {
@@ -113,20 +98,29 @@ per_isa! {
     }
 }
 
-/// FP32 and FP16 matrices: 16 lanes, plain fused multiply-adds.
+/// FP32 and FP16 matrices: 16 lanes, plain fused multiply-adds; with int8 activations, of each 32 first.
 #[inline(always)]
 fn wide(w: &Rows<'_>, range: Range<usize>, x: &Packed, out: &Out<'_>) {
     let k = w.k();
-    let mut wr = vec![0f32; k.next_multiple_of(16)];
+    let mut wr = vec![0f32; k.next_multiple_of(32)];
     for row in range {
         for (i, v) in wr.iter_mut().take(k).enumerate() {
             *v = w.wide(row, i);
         }
         for (column, xc) in x.order(false).chunks_exact(x.width()).enumerate() {
             let mut acc = [0f32; 16];
-            for (wv, xv) in wr.chunks_exact(16).zip(xc.chunks_exact(16)) {
+            let scales = x.scales().get(column * x.width() / 32..).unwrap_or_default();
+            let mut t = [0f32; 16];
+            for (n, (wv, xv)) in wr.chunks_exact(16).zip(xc.chunks_exact(16)).enumerate() {
+                let sum = if scales.is_empty() { &mut acc } else { &mut t };
                 for i in 0..16 {
-                    acc[i] = wv[i].mul_add(f32_of(xv[i]), acc[i]);
+                    sum[i] = wv[i].mul_add(f32_of(xv[i]), sum[i]);
+                }
+                if n % 2 == 1 && !scales.is_empty() {
+                    for i in 0..16 {
+                        acc[i] = scales[n / 2].mul_add(t[i], acc[i]);
+                    }
+                    t = [0.0; 16];
                 }
             }
             out.put(column, row, tree(acc));

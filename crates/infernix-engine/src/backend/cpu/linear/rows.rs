@@ -61,6 +61,16 @@ impl Kind {
         matches!(self, Nvfp4Mul | Nvfp4Div | Nvfp4MulSwizzled | Nvfp4DivSwizzled)
     }
 
+    /// Whether codes are small integers (NVFP4: doubled), so that products with int8 activations sum exactly.
+    pub(crate) fn integers(self) -> bool {
+        matches!(self, Kind::Q4 | Kind::Q5 | Kind::Q6 | Kind::Q8) || self.is_nvfp4()
+    }
+
+    /// Values of such a kind whose products with int8 activations share a scale.
+    pub(crate) fn int8_group(self) -> usize {
+        if self.is_nvfp4() { 16 } else { 32 }
+    }
+
     pub(crate) fn fold(self) -> Fold {
         use Kind::*;
         match self {
@@ -71,6 +81,7 @@ impl Kind {
     }
 
     /// (bytes of codes, bytes of high bits) of a row.
+    #[inline]
     pub(crate) fn row_bytes(self, k: usize) -> (usize, usize) {
         use Kind::*;
         let groups = k.next_multiple_of(128) / 64;
@@ -185,23 +196,27 @@ impl<'a> Rows<'a> {
     }
 
     /// Blocks of a row, the last one possibly short.
+    #[inline]
     pub(crate) fn blocks(&self) -> usize {
         self.k.div_ceil(BLOCK)
     }
 
     /// Codes of a row.
+    #[inline]
     pub(crate) fn codes(&self, row: usize) -> &'a [u8] {
         let b = self.kind.row_bytes(self.k).0;
         &self.codes[(self.first + row) * b..][..b]
     }
 
     /// High bits of a row.
+    #[inline]
     pub(crate) fn high(&self, row: usize) -> &'a [u8] {
         let b = self.kind.row_bytes(self.k).1;
         &self.high[(self.first + row) * b..][..b]
     }
 
     /// Where the scales of a row's first block start, and the step to the next block's.
+    #[inline]
     pub(crate) fn scale_at(&self, row: usize) -> (usize, usize) {
         use Kind::*;
         let (n, k) = (self.first + row, self.k);
@@ -220,6 +235,18 @@ impl<'a> Rows<'a> {
                 (4 * tile * k.div_ceil(128), 0)
             }
             Mxfp8 => (n * k.div_ceil(32), 2),
+        }
+    }
+
+    /// Bytes from a row's scales to the next row's, where all rows keep the same distance.
+    pub(crate) fn scale_stride(&self) -> Option<usize> {
+        use Kind::*;
+        match self.kind {
+            Bf16 | F32 | F16 | Fp8Tensor => Some(0),
+            Q4 | Q5 | Q6 | Q8 | Nvfp4Mul | Nvfp4Div | Fp8Row | Mxfp8 => {
+                Some(self.kind.scale_bytes(1, self.k))
+            }
+            Nvfp4MulSwizzled | Nvfp4DivSwizzled | Fp8Block => None,
         }
     }
 

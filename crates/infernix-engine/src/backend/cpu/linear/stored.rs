@@ -1,6 +1,6 @@
 //! How AVX-512 reads blocks of each storage: codes to exact BF16, scales to FP32.
 
-use super::rows::Fold;
+use super::rows::{Fold, Rows};
 use std::arch::x86_64::*;
 
 /// Table of 32 16-bit lanes: BF16 of `f(i)`.
@@ -73,15 +73,54 @@ pub(super) struct Row {
     pub(super) scale_step: usize,
 }
 
+/// Where the rows of a matrix lie. Pointers to `Rows::n` rows stay inside the planes, whose lengths `Rows::new` checked.
+pub(super) struct Planes<'a> {
+    rows: &'a Rows<'a>,
+    first: Row,
+    codes: usize,
+    high: usize,
+    /// Bytes from a row's scales to the next row's, where they are that regular.
+    scales: Option<usize>,
+}
+
+impl<'a> Planes<'a> {
+    pub(super) fn new(rows: &'a Rows<'a>) -> Self {
+        let (codes, high) = rows.kind().row_bytes(rows.k());
+        let scales = rows.scale_stride();
+        if rows.n() == 0 {
+            let none = std::ptr::null();
+            let first = Row { codes: none, high: none, scales: none, scale_step: 0 };
+            return Planes { rows, first, codes, high, scales };
+        }
+        let (start, scale_step) = rows.scale_at(0);
+        let first = Row {
+            codes: rows.codes(0).as_ptr(),
+            high: rows.high(0).as_ptr(),
+            scales: rows.scales()[start..].as_ptr(),
+            scale_step,
+        };
+        Planes { rows, first, codes, high, scales }
+    }
+
+    /// Pointers of a row below `Rows::n`.
+    #[inline(always)]
+    pub(super) fn at(&self, r: usize) -> Row {
+        debug_assert!(r < self.rows.n());
+        let f = &self.first;
+        let (codes, high) = (f.codes.wrapping_add(r * self.codes), f.high.wrapping_add(r * self.high));
+        let scales = match self.scales {
+            Some(bytes) => f.scales.wrapping_add(r * bytes),
+            None => self.rows.scales()[self.rows.scale_at(r).0..].as_ptr(),
+        };
+        Row { codes, high, scales, scale_step: f.scale_step }
+    }
+}
+
 /// How blocks of one storage are read. All functions need AVX-512 F, BW, VL, DQ, and a whole block behind the pointers.
 pub(super) trait Stored {
     const FOLD: Fold;
-    /// See `Kind::even_odd`.
-    const EVEN_ODD: bool = false;
     /// FP32 values a panel keeps for a block's scales: 0, 1, 2 (halves) or 16 (a value per lane).
     const KEPT: usize;
-    /// Bytes of a block's codes.
-    const BYTES: usize;
     unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i);
     unsafe fn scales(r: &Row, block: usize) -> (__m512, __m512);
     /// Whether [`Stored::prepare`] converts the scales of a [`RUN`] of blocks at once.
@@ -118,7 +157,6 @@ pub(super) struct SBf16;
 impl Stored for SBf16 {
     const FOLD: Fold = Fold::Direct;
     const KEPT: usize = 0;
-    const BYTES: usize = 128;
     #[inline(always)]
     unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.
@@ -137,9 +175,7 @@ impl Stored for SBf16 {
 pub(super) struct SQ4;
 impl Stored for SQ4 {
     const FOLD: Fold = Fold::Whole;
-    const EVEN_ODD: bool = true;
     const KEPT: usize = 1;
-    const BYTES: usize = 32;
     #[inline(always)]
     unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.
@@ -172,9 +208,7 @@ impl Stored for SQ4 {
 pub(super) struct SQ5;
 impl Stored for SQ5 {
     const FOLD: Fold = Fold::Whole;
-    const EVEN_ODD: bool = true;
     const KEPT: usize = 1;
-    const BYTES: usize = 32;
     #[inline(always)]
     unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.
@@ -198,20 +232,15 @@ impl Stored for SQ5 {
     const PREPARED: bool = true;
     #[inline(always)]
     unsafe fn prepare(r: &Row, block: usize, out: *mut f32) {
-        // SAFETY: see the trait; a run of scales lies in the plane where a run of blocks does.
-        unsafe {
-            let s = _mm_loadu_si128(r.scales.add(2 * block).cast());
-            _mm256_storeu_ps(out, _mm256_cvtph_ps(s));
-        }
+        // SAFETY: see the trait.
+        unsafe { SQ4::prepare(r, block, out) }
     }
 }
 
 pub(super) struct SQ6;
 impl Stored for SQ6 {
     const FOLD: Fold = Fold::Whole;
-    const EVEN_ODD: bool = true;
     const KEPT: usize = 1;
-    const BYTES: usize = 32;
     #[inline(always)]
     unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.
@@ -235,11 +264,8 @@ impl Stored for SQ6 {
     const PREPARED: bool = true;
     #[inline(always)]
     unsafe fn prepare(r: &Row, block: usize, out: *mut f32) {
-        // SAFETY: see the trait; a run of scales lies in the plane where a run of blocks does.
-        unsafe {
-            let s = _mm_loadu_si128(r.scales.add(2 * block).cast());
-            _mm256_storeu_ps(out, _mm256_cvtph_ps(s));
-        }
+        // SAFETY: see the trait.
+        unsafe { SQ4::prepare(r, block, out) }
     }
 }
 
@@ -263,7 +289,6 @@ pub(super) struct SQ8;
 impl Stored for SQ8 {
     const FOLD: Fold = Fold::Halves;
     const KEPT: usize = 2;
-    const BYTES: usize = 64;
     #[inline(always)]
     unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.
@@ -294,9 +319,7 @@ impl Stored for SQ8 {
 pub(super) struct SNvfp4;
 impl Stored for SNvfp4 {
     const FOLD: Fold = Fold::Whole;
-    const EVEN_ODD: bool = true;
     const KEPT: usize = 16;
-    const BYTES: usize = 32;
     #[inline(always)]
     unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.
@@ -361,7 +384,6 @@ pub(super) struct SFp8<const BLOCKED: bool>;
 impl<const BLOCKED: bool> Stored for SFp8<BLOCKED> {
     const FOLD: Fold = if BLOCKED { Fold::Whole } else { Fold::Direct };
     const KEPT: usize = if BLOCKED { 1 } else { 0 };
-    const BYTES: usize = 64;
     #[inline(always)]
     unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.
@@ -387,7 +409,6 @@ pub(super) struct SMxfp8;
 impl Stored for SMxfp8 {
     const FOLD: Fold = Fold::Halves;
     const KEPT: usize = 2;
-    const BYTES: usize = 64;
     #[inline(always)]
     unsafe fn codes<const HW: bool>(r: &Row, block: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.

@@ -193,6 +193,11 @@ fn shapes(kind: Kind) -> Vec<(usize, usize)> {
     }
 }
 
+/// More than one round of 16 groups, with a rest.
+fn wide(kind: Kind) -> Option<(usize, usize)> {
+    kind.integers().then_some(if kind.is_nvfp4() { (128, 1088) } else { (33, 1188) })
+}
+
 fn activations(columns: usize, k: usize, rng: &mut Rng, scale: f32) -> Vec<u16> {
     (0..columns * k).map(|_| bf16_of(rng.unit() * scale)).collect()
 }
@@ -312,13 +317,13 @@ fn short_planes_are_refused() {
 #[test]
 fn int8_activations_are_close_to_their_values_and_equal_everywhere() {
     let (pool, mut rng) = (Pool::new(2), Rng(5));
-    for kind in KINDS.into_iter().filter(|k| !matches!(k, Kind::F32 | Kind::F16)) {
-        for (n, k) in shapes(kind) {
+    for kind in KINDS {
+        for (n, k) in shapes(kind).into_iter().chain(wide(kind)) {
             let m = Matrix::random(kind, n, k, false, &mut rng);
             let x = activations(19, k, &mut rng, 2.0);
             let run = |isa: Isa, x: &[u16]| {
                 let mut packed = Packed::default();
-                packed.pack_int8(x, x.len() / k, k);
+                packed.pack_int8(isa, x, x.len() / k, k);
                 let mut y = vec![f32::NAN; x.len() / k * n];
                 product(&pool, isa, &[m.rows(0, n)], &mut packed, Out::f32(&mut y, x.len() / k, n));
                 y
@@ -327,7 +332,10 @@ fn int8_activations_are_close_to_their_values_and_equal_everywhere() {
             for isa in Isa::testable() {
                 let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
                 assert!(same(&run(isa, &x), &all), "{kind:?} {n}x{k} {isa}");
-                assert!(same(&run(isa, &x[..k]), &all), "{kind:?} {n}x{k} {isa}, one column");
+                for columns in [1, 2, 3, 4, 5, 11] {
+                    let some = run(isa, &x[..columns * k]);
+                    assert!(same(&some, &all), "{kind:?} {n}x{k} {isa}, {columns} columns");
+                }
             }
             let mut exact: Vec<f64> = x[..k].iter().map(|v| f64::from(f32_of(*v))).collect();
             crate::numerics::a8::quantise_in_place(&mut exact);
