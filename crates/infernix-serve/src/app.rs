@@ -11,6 +11,7 @@ use crate::responses::Store;
 use infernix_engine::cache::{Excerpt, Miss};
 use infernix_engine::sched::EngineApi;
 use infernix_text::ChatFormat;
+use infernix_text::grammar::GrammarCompiler;
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -21,6 +22,7 @@ use tokio::sync::Semaphore;
 pub struct App {
     pub(crate) engine: Arc<dyn EngineApi>,
     pub(crate) format: Arc<ChatFormat>,
+    pub(crate) grammars: GrammarCompiler,
     pub(crate) options: ServeOptions,
     pub(crate) model: ModelInfo,
     pub(crate) keys: Keys,
@@ -43,7 +45,7 @@ impl App {
     /// The state of a server over an engine.
     ///
     /// # Errors
-    /// The request log cannot be opened.
+    /// The request log cannot be opened, or the vocabulary cannot be prepared for grammars.
     pub fn new(
         engine: Arc<dyn EngineApi>,
         format: Arc<ChatFormat>,
@@ -68,6 +70,8 @@ impl App {
             active: AtomicUsize::new(0),
             draining: AtomicBool::new(false),
             misses: Mutex::default(),
+            grammars: GrammarCompiler::new(Arc::clone(format.tokenizer()), &format.stop_ids())
+                .map_err(std::io::Error::other)?,
             engine,
             format,
             options,

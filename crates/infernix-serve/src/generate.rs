@@ -110,7 +110,7 @@ impl Drop for Generation {
 }
 
 /// A refusal of the engine for the wire.
-fn refusal(error: SubmitError) -> ApiError {
+pub(crate) fn refusal(error: SubmitError) -> ApiError {
     match error {
         SubmitError::QueueFull { retry_after } => {
             ApiError::overloaded(retry_after.as_secs_f64().ceil().clamp(1.0, 3600.0) as u64)

@@ -1,6 +1,7 @@
 //! From a turn to what the engine is asked: the prompt's ids, sampling, limits, constraints, and how the answer is read.
 
 use crate::app::App;
+use crate::constrain::{Constrained, constrained};
 use crate::decode::DecodeOptions;
 use crate::error::ApiError;
 use crate::ids;
@@ -8,7 +9,7 @@ use crate::options::ReasoningLoop;
 use crate::thinking::ThinkingPlan;
 use crate::turn::{Thinking, Turn};
 use infernix_engine::sample::SamplerOptions;
-use infernix_engine::sched::{CacheHints, Constraint, Request};
+use infernix_engine::sched::{CacheHints, Request};
 use infernix_text::{ChatOptions, Prompt, Sampling, Start};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -38,6 +39,7 @@ pub(crate) struct Plan {
     pub(crate) prompt_logprobs: Option<u8>,
     pub(crate) cache: CacheHints,
     pub(crate) thinking: Option<ThinkingPlan>,
+    pub(crate) constrained: Option<Constrained>,
     pub(crate) decode: DecodeOptions,
     pub(crate) deadline: Option<std::time::Duration>,
 }
@@ -46,7 +48,7 @@ impl Plan {
     /// The request of a choice, and where its constraint says that it cut the answer.
     pub(crate) fn request(&self, choice: usize) -> (Request, Option<Arc<AtomicBool>>) {
         let seed = ids::derived_seed(self.sampling.seed, choice);
-        let mut constraint: Option<Box<dyn Constraint>> = None;
+        let mut constraint = self.constrained.as_ref().map(Constrained::constraint);
         let mut cut = None;
         if let Some(plan) = &self.thinking {
             let (limits, stopped) = plan.constraint(constraint.take());
@@ -158,6 +160,7 @@ impl App {
             sampling.temperature = 0.0;
         }
         let thinking = self.thinking_plan(&turn, start, max_tokens)?;
+        let constrained = constrained(&self.grammars, &turn, start)?;
         let tools = Arc::new(turn.tools.clone());
         let decode = DecodeOptions {
             tokenizer: Arc::clone(self.format.tokenizer()),
@@ -187,6 +190,7 @@ impl App {
                 bypass: turn.cache.bypass,
             },
             thinking,
+            constrained,
             decode,
             deadline: self.options.request_timeout,
             prompt,
@@ -194,7 +198,7 @@ impl App {
     }
 
     /// Requests of different keys share nothing, unless the server says so.
-    fn salt(&self, turn: &Turn, caller: Caller<'_>) -> String {
+    pub(crate) fn salt(&self, turn: &Turn, caller: Caller<'_>) -> String {
         let key = caller.key.filter(|_| self.keys.len() > 1 && !self.options.share_prefix_across_keys);
         let parts = [key.map(|k| format!("key {}", self.keys.name(k))), turn.cache.salt.clone()];
         parts.into_iter().map(|p| p.map_or_else(String::new, |p| format!("{}:{p}", p.len()))).collect()

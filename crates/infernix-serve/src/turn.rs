@@ -80,6 +80,8 @@ pub(crate) struct Turn {
     pub(crate) logprobs: Option<u8>,
     /// Constraint on the content.
     pub(crate) format: Option<ContentFormat>,
+    /// Hold free calls to their frame and to declared names (`tool_constraints: "basic"`).
+    pub(crate) constrain_frame: bool,
     /// Continue after an end token.
     pub(crate) ignore_eos: bool,
     /// Reuse of the prompt.
@@ -101,7 +103,7 @@ pub(crate) struct CacheRequest {
 
 impl Turn {
     pub(crate) fn new() -> Self {
-        Self { n: 1, tools: Tools::new(), ..Self::default() }
+        Self { n: 1, tools: Tools::new(), constrain_frame: true, ..Self::default() }
     }
 
     /// Sampling fields, under the same names in every protocol.
@@ -203,6 +205,7 @@ impl Turn {
                 self.thinking_budget = Some(budget);
             }
         }
+        self.constrain_frame = fields.word("tool_constraints", &["basic", "auto"])? != Some("auto");
         self.cache.salt = fields.string("cache_salt")?;
         if let Some(use_cache) = fields.bool("cache_prompt")? {
             self.cache.bypass = !use_cache;

@@ -33,7 +33,7 @@ const SESSIONS: [&str; 5] =
 
 /// Paths that need no key: they say nothing about anybody.
 fn is_open(method: &Method, path: &str) -> bool {
-    matches!(path, "/health" | "/livez" | "/readyz")
+    matches!(path, "/health" | "/livez" | "/readyz" | "/page.css" | "/page.js")
         || path == "/" && matches!(*method, Method::GET | Method::HEAD)
 }
 

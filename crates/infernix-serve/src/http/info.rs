@@ -7,6 +7,7 @@ use crate::chat;
 use crate::completions::ids;
 use crate::error::ApiError;
 use crate::fields::Fields;
+use crate::page;
 use crate::turn::Turn;
 use axum::Extension;
 use axum::body::Body;
@@ -19,9 +20,19 @@ use std::sync::Arc;
 
 type Shared = State<Arc<App>>;
 
-/// `GET /` and `HEAD /`.
+/// `GET /` and `HEAD /`: the chat page.
 pub(super) async fn index() -> Response {
-    text("text/plain; charset=utf-8", "infernix serves here; see /v1/models\n")
+    page::file("")
+}
+
+/// `GET /page.css`.
+pub(super) async fn page_style() -> Response {
+    page::file("page.css")
+}
+
+/// `GET /page.js`.
+pub(super) async fn page_script() -> Response {
+    page::file("page.js")
 }
 
 /// `GET /livez`: the process answers.

@@ -3,6 +3,7 @@
 mod answer;
 mod anthropic;
 mod body;
+mod decide;
 mod gate;
 mod info;
 mod openai;
@@ -36,9 +37,13 @@ pub fn router(app: &Arc<App>) -> Router {
         .route("/messages/count_tokens", post(anthropic::count_tokens))
         .route("/models", get(info::models))
         .route("/models/{*id}", get(info::model))
+        .route("/decide", post(decide::decide))
+        .route("/systemone", post(decide::decide))
         .route("/status", get(info::status));
     Router::new()
         .route("/", get(info::index))
+        .route("/page.css", get(info::page_style))
+        .route("/page.js", get(info::page_script))
         .route("/health", get(info::ready))
         .route("/livez", get(info::live))
         .route("/readyz", get(info::ready))
