@@ -8,17 +8,15 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use crate::gguf::view::View;
 use crate::index::{INDEX_FILE, Index, parse_index, plain_file_name};
 use crate::limits::{MAX_CONFIG_BYTES, MAX_INDEX_BYTES, MAX_RESOURCE_BYTES};
 use crate::pool::{Pool, Stamp};
 use crate::sniff::{SNIFF_BYTES, refuse_impostor};
-use crate::{CheckpointError, Dtype, header, hf_cache, natural_cmp};
+use crate::{CheckpointError, Dtype, Gguf, header, hf_cache, natural_cmp};
 
 /// The single file of a checkpoint without an index.
 const SINGLE_FILE: &str = "model.safetensors";
-
-/// What to do about GGUF files.
-const NO_GGUF: &str = "this version reads safetensors checkpoints only";
 
 /// How strict to be.
 #[derive(Debug, Clone, Copy, Default)]
@@ -83,6 +81,17 @@ pub struct ShardInfo {
     pub(crate) stamp: Stamp,
 }
 
+/// Bytes of a file that a tensor comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Origin<'c> {
+    /// The file: an index into [`Checkpoint::shards`].
+    pub shard: u32,
+    /// Name of the tensor in the file.
+    pub tensor: &'c str,
+    /// Bytes of the file.
+    pub bytes: Range<u64>,
+}
+
 /// A stored tensor that is deliberately not used.
 #[derive(Debug, Clone)]
 pub struct IgnoredTensor {
@@ -93,7 +102,8 @@ pub struct IgnoredTensor {
 }
 
 /// A source checkpoint, opened for reading: a folder with `config.json` and `model.safetensors` or its
-/// index, or one `.safetensors` file with `config.json` beside it. `Send` and `Sync`; at most four of its
+/// index, one `.safetensors` file with `config.json` beside it, or a GGUF model (`docs/gguf.md`), which is seen under the
+/// names and in the order of the checkpoint that it was made from. `Send` and `Sync`; at most four of its
 /// files are open at any time.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -109,6 +119,8 @@ pub struct Checkpoint {
     ignored: Vec<IgnoredTensor>,
     warnings: Vec<String>,
     pool: Pool,
+    /// A GGUF model in place of safetensors files.
+    view: Option<Box<View>>,
 }
 
 /// What was found at a path.
@@ -126,6 +138,9 @@ impl Checkpoint {
     /// Anything of the list in `docs/checkpoints.md`: not a checkpoint, shards missing, an index that
     /// disagrees with the shards, the same tensor in two shards, damaged headers, truncated files.
     pub fn open(path: &Path, opts: &OpenOptions) -> Result<Self, CheckpointError> {
+        if is_gguf(path) {
+            return Self::open_gguf(path, opts);
+        }
         let located = locate(path, opts)?;
         let index_path = located.folder.join(INDEX_FILE);
         let mut files = located.files;
@@ -162,6 +177,7 @@ impl Checkpoint {
             ignored: Vec::new(),
             warnings,
             pool: Pool::default(),
+            view: None,
         };
         match index {
             Some(index) => checkpoint.place(all, &index, &index_path, opts)?,
@@ -172,10 +188,50 @@ impl Checkpoint {
             let total = checkpoint.shards.iter().filter(|s| s.indexed).count();
             checkpoint.warnings.push(format!("{without_data} of {total} shards hold only their headers"));
         }
-        let tensors = &checkpoint.tensors;
-        checkpoint.by_name = (0..tensors.len() as u32).collect();
-        checkpoint.by_name.sort_unstable_by(|&a, &b| tensors[a as usize].name.cmp(&tensors[b as usize].name));
+        checkpoint.sort_names();
         Ok(checkpoint)
+    }
+
+    fn sort_names(&mut self) {
+        let tensors = &self.tensors;
+        self.by_name = (0..tensors.len() as u32).collect();
+        self.by_name.sort_unstable_by(|&a, &b| tensors[a as usize].name.cmp(&tensors[b as usize].name));
+    }
+
+    fn open_gguf(path: &Path, opts: &OpenOptions) -> Result<Self, CheckpointError> {
+        let gguf = Gguf::open_with(path, opts)?;
+        let folder = if path.is_dir() { Some(path) } else { path.parent() };
+        let folder = folder.filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_path_buf();
+        let mut warnings = gguf.warnings().to_vec();
+        warnings.extend(gguf.companions().iter().map(|p| format!("{} is no part of the model", p.display())));
+        let shards = gguf.shards().to_vec();
+        let (view, tensors) = View::new(gguf)?;
+        let mut checkpoint = Self {
+            path: path.to_path_buf(),
+            folder,
+            shards,
+            tensors,
+            by_name: Vec::new(),
+            unindexed: Vec::new(),
+            ignored: Vec::new(),
+            warnings,
+            pool: Pool::default(),
+            view: Some(Box::new(view)),
+        };
+        checkpoint.sort_names();
+        Ok(checkpoint)
+    }
+
+    /// The GGUF model, if it is one.
+    pub fn gguf(&self) -> Option<&Gguf> {
+        self.view.as_ref().map(|v| &v.gguf)
+    }
+
+    /// The view and the number of a tensor in it.
+    pub(crate) fn view_of(&self, t: &TensorInfo) -> Option<(&View, usize)> {
+        let view = self.view.as_ref()?;
+        let at = self.by_name.binary_search_by(|&i| self.tensors[i as usize].name.cmp(&t.name)).ok()?;
+        Some((view, self.by_name[at] as usize))
     }
 
     /// Splits the tensors of the headers into those that the index places and the rest.
@@ -269,7 +325,7 @@ impl Checkpoint {
         &self.folder
     }
 
-    /// `config.json`, parsed. Each call reads it anew.
+    /// `config.json`, parsed; generated from a GGUF model's keys. Each call reads it anew.
     pub fn config(&self) -> Result<serde_json::Value, CheckpointError> {
         let path = self.folder.join("config.json");
         self.json("config.json")?
@@ -278,6 +334,9 @@ impl Checkpoint {
 
     /// A JSON object of the folder, `None` where the file is absent.
     pub(crate) fn json(&self, name: &str) -> Result<Option<serde_json::Value>, CheckpointError> {
+        if let Some(view) = &self.view {
+            return if name == "config.json" { view.gguf.config().map(Some) } else { Ok(None) };
+        }
         let path = self.folder.join(name);
         let Some(bytes) = read_small(&path, "a JSON file", MAX_CONFIG_BYTES)? else { return Ok(None) };
         let fail = |reason: String| CheckpointError::Config { path: path.clone(), reason };
@@ -287,10 +346,13 @@ impl Checkpoint {
     }
 
     /// The bytes of a resource (`tokenizer.json`, `chat_template.jinja`, ...), `None` where the file is
-    /// absent. A git-lfs pointer or a web page in its place is an error.
+    /// absent. Those of a GGUF model are generated from its keys. A git-lfs pointer or a web page in its place is an error.
     pub fn file_bytes(&self, name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
         plain_file_name(name)
             .map_err(|reason| CheckpointError::FileName { name: name.to_owned(), reason })?;
+        if let Some(view) = &self.view {
+            return view.gguf.generated_file(name);
+        }
         read_small(&self.folder.join(name), "a resource file", MAX_RESOURCE_BYTES)
     }
 
@@ -340,6 +402,19 @@ impl Checkpoint {
         &self.shards[t.shard as usize]
     }
 
+    /// Where bytes `range` of a tensor lie in the files, in order. Of a tensor that is put together from a GGUF file's rows
+    /// in another order, or computed back, the whole of each stored tensor.
+    pub fn origins<'c>(&'c self, t: &'c TensorInfo, range: Range<u64>) -> Vec<Origin<'c>> {
+        match self.view_of(t) {
+            Some((view, at)) => view.origins(at, range),
+            None => vec![Origin {
+                shard: t.shard,
+                tensor: &t.name,
+                bytes: t.offset + range.start..t.offset + range.end,
+            }],
+        }
+    }
+
     /// Whether every shard holds its data.
     pub fn data_present(&self) -> bool {
         self.shards.iter().all(|s| s.data_present || !s.indexed)
@@ -384,6 +459,9 @@ impl Checkpoint {
             return Ok(());
         }
         self.refuse_absent(t)?;
+        if let Some((view, at)) = self.view_of(t) {
+            return view.read(at, range, out);
+        }
         self.pool.read(t.shard, &shard.path, &shard.stamp, &t.name, t.offset + range.start, out)
     }
 
@@ -435,13 +513,10 @@ fn locate(path: &Path, opts: &OpenOptions) -> Result<Located, CheckpointError> {
         if name == INDEX_FILE {
             return locate(&folder, opts);
         }
-        if name.ends_with(".gguf") {
-            return Err(refuse("it is a GGUF file".to_owned(), NO_GGUF));
-        }
         if !name.ends_with(".safetensors") {
             return Err(refuse(
-                "the file's name does not end in .safetensors".to_owned(),
-                "pass a checkpoint folder or a .safetensors file",
+                "the file's name ends neither in .safetensors nor in .gguf".to_owned(),
+                "pass a checkpoint folder, a .safetensors or a .gguf file",
             ));
         }
         if !opts.allow_missing_config {
@@ -470,7 +545,6 @@ fn locate(path: &Path, opts: &OpenOptions) -> Result<Located, CheckpointError> {
                 "it is a repository of the Hugging Face cache".to_owned(),
                 "pass one of the folders in its snapshots folder",
             ),
-            [] if holds_gguf(&folder) => refuse("the folder holds GGUF files".to_owned(), NO_GGUF),
             [] => refuse(
                 format!("the folder holds neither {SINGLE_FILE} nor {INDEX_FILE}"),
                 "pass a folder that holds one",
@@ -530,6 +604,15 @@ fn require_config(
     } else {
         Err(refuse("config.json is missing".to_owned(), "fetch it from the model's repository"))
     }
+}
+
+/// Whether `path` is a GGUF file, or a folder of such that is no safetensors checkpoint.
+fn is_gguf(path: &Path) -> bool {
+    if !path.is_dir() {
+        return path.extension().is_some_and(|x| x == "gguf");
+    }
+    let has = |name: &str| path.join(name).exists();
+    !(has("config.json") && (has(SINGLE_FILE) || has(INDEX_FILE))) && holds_gguf(path)
 }
 
 fn holds_gguf(folder: &Path) -> bool {

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use infernix_formats::scalar;
+use infernix_formats::ggml::{self, GgmlType};
+use infernix_formats::{FormatError, scalar};
 
 use crate::scheme::{Scheme, SourceTensor};
 use crate::{CheckpointError, Dtype, TensorInfo};
@@ -144,6 +145,7 @@ impl SourceTensor<'_> {
                 let s = self.read_scales(first, rows.end.div_ceil(128) - first, tiles as u64)?;
                 self.decode_fp8(rows, codes, out, |row, c| s[(row / 128 - first) as usize * tiles + c / 128])
             }
+            Scheme::Ggml(ty) => self.decode_blocks(ty, rows.start, codes, out),
             Scheme::Mxfp8 => {
                 let groups = k / 32;
                 let start = rows.start;
@@ -151,6 +153,41 @@ impl SourceTensor<'_> {
                 self.decode_fp8(rows, codes, out, |row, c| s[(row - start) as usize * groups + c / 32])
             }
         }
+    }
+
+    /// Blocks of whole rows; columns that keep a stored order are put in the source's.
+    fn decode_blocks(
+        &self,
+        ty: GgmlType,
+        first_row: u64,
+        codes: &[u8],
+        out: &mut [f32],
+    ) -> Result<(), CheckpointError> {
+        let k = self.row_len();
+        let t = self.planes().weight;
+        let placed = |e: FormatError| match e {
+            FormatError::IllegalWord { what, word, place, why } => {
+                let block = place.column / ty.block_len();
+                let byte = place.row * ty.row_bytes(k).unwrap_or(0) + block * ty.block_bytes();
+                self.illegal(t, place.row, place.column, byte, why, format!("{what} {word:#06x}"))
+            }
+            e => CheckpointError::GgufType {
+                shard: self.file_of(t),
+                tensor: t.name.to_string(),
+                reason: e.to_string(),
+            },
+        };
+        ggml::validate(ty, codes, k, first_row).map_err(placed)?;
+        ggml::decode_f32(ty, codes, out).map_err(placed)?;
+        let Some(heads) = self.stored_columns() else { return Ok(()) };
+        let mut stored = vec![0f32; k as usize];
+        for row in out.chunks_exact_mut(k as usize) {
+            stored.copy_from_slice(row);
+            for (i, v) in (0..).zip(&stored) {
+                row[heads.source(i) as usize] = *v;
+            }
+        }
+        Ok(())
     }
 
     fn decode_nvfp4(

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-/// Element type of a stored tensor. Every type that safetensors knows is listed, so that a file which holds
+use infernix_formats::ggml::GgmlType;
+
+/// Element type of a stored tensor, or the type of its blocks. Every type that safetensors knows is listed, so that a file which holds
 /// one that no scheme uses still opens and can be inspected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[expect(missing_docs, reason = "the names say it; widths are in `bits`")]
@@ -30,6 +32,8 @@ pub enum Dtype {
     F64,
     I64,
     U64,
+    /// Blocks of a GGUF file.
+    Ggml(GgmlType),
 }
 
 /// Every dtype with its name in a safetensors header and its width in bits.
@@ -66,16 +70,26 @@ impl Dtype {
 
     /// Its name in a safetensors header.
     pub fn name(self) -> &'static str {
-        TABLE[self as usize].1
+        if let Self::Ggml(t) = self {
+            return t.name();
+        }
+        self.row().1
     }
 
-    /// Width of one element in bits; 4 and 6 for the packed types.
+    /// Width of one element in bits; 4 and 6 for the packed types. Blocks have no width of an element: 8, a byte of them.
     pub fn bits(self) -> u64 {
-        TABLE[self as usize].2
+        self.row().2
+    }
+
+    fn row(self) -> &'static (Self, &'static str, u64) {
+        TABLE.iter().find(|r| r.0 == self).unwrap_or(&TABLE[4])
     }
 
     /// Bytes of a tensor of `shape`, `None` on overflow or where the elements do not fill whole bytes.
     pub fn byte_len(self, shape: &[u64]) -> Option<u64> {
+        if let Self::Ggml(t) = self {
+            return t.tensor_bytes(shape).ok();
+        }
         let count = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))?;
         let bits = count.checked_mul(self.bits())?;
         bits.is_multiple_of(8).then_some(bits / 8)
@@ -93,9 +107,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn table_is_in_declaration_order() {
-        for (i, (d, name, _)) in TABLE.iter().enumerate() {
-            assert_eq!(*d as usize, i);
+    fn names_lead_back() {
+        for (d, name, _) in &TABLE {
+            assert_eq!(d.name(), *name);
             assert_eq!(Dtype::from_name(name), Some(*d));
         }
         assert_eq!(Dtype::from_name("bf16"), None);

@@ -16,7 +16,7 @@ pub enum CheckpointError {
     Io { path: PathBuf, action: &'static str, source: io::Error },
 
     /// The path is not a checkpoint.
-    #[error("{}: not a safetensors checkpoint: {reason}; {advice}", path.display())]
+    #[error("{}: not a checkpoint: {reason}; {advice}", path.display())]
     NotACheckpoint { path: PathBuf, reason: String, advice: String },
 
     /// Something else stands in place of a safetensors file, an index or a resource.

@@ -8,8 +8,8 @@
 //! block scales, global scale, activation scale) and names their [`Scheme`] from suffixes, dtypes and
 //! shapes; what a quantization config claims is only compared with it ([`Checkpoint::cross_check`]).
 //!
-//! A GGUF model is opened as a [`Gguf`], which has its own tensor types and names; [`gguf::names`] leads from
-//! them to those of the checkpoint that the file was made from.
+//! A GGUF model opens as a [`Checkpoint`], too: seen under the names and in the order of the checkpoint that it was made
+//! from, which [`gguf::names`] knows. As a [`Gguf`] it shows its own tensors and keys.
 //!
 //! Nothing here guesses: whatever does not fit is a [`CheckpointError`] that names the file, the tensor and
 //! what was expected.
@@ -29,7 +29,7 @@ mod quant_config;
 mod scheme;
 mod sniff;
 
-pub use checkpoint::{Checkpoint, IgnoredTensor, OpenOptions, ShardInfo, TensorInfo};
+pub use checkpoint::{Checkpoint, IgnoredTensor, OpenOptions, Origin, ShardInfo, TensorInfo};
 pub use dtype::Dtype;
 pub use error::CheckpointError;
 pub use gguf::{Gguf, GgufTensor};

@@ -6,7 +6,9 @@
 use std::fmt;
 
 use infernix_formats::Format;
+use infernix_formats::ggml::GgmlType;
 
+use crate::gguf::names::TiledHeads;
 use crate::{Checkpoint, CheckpointError, Dtype, TensorInfo};
 
 /// How a weight is stored.
@@ -49,25 +51,26 @@ pub enum Scheme {
     },
     /// `weight` F8_E4M3 `[N, K]`, `weight_scale` E8M0 (stored as U8) `[N, K/32]`.
     Mxfp8,
+    /// Blocks of a GGUF file.
+    Ggml(GgmlType),
 }
 
 impl Scheme {
-    /// The numeric format that holds these words without changing one, `None` where there is none (FP8 rows
-    /// with F32 scales; plain dtypes that are no weight format).
+    /// The numeric format that holds these words without changing one, `None` for plain dtypes that are no weights. FP8
+    /// rows with F32 scales are kept where each scale is a BF16 number, which is seen when they are read.
     pub fn format(self) -> Option<Format> {
         Some(match self {
             Self::Plain(Dtype::Bf16) => Format::Bf16,
             Self::Plain(Dtype::F16) => Format::Fp16,
             Self::Plain(Dtype::F32) => Format::Fp32,
-            Self::Plain(Dtype::I32) => Format::Int32,
-            Self::Plain(Dtype::I64) => Format::Int64,
             Self::Nvfp4Multiplier { .. } => Format::Nvfp4Mul,
             Self::Nvfp4Divisor { .. } => Format::Nvfp4,
             Self::Fp8Tensor { .. } => Format::Fp8Tensor,
-            Self::Fp8Row { scale: Dtype::Bf16, .. } => Format::Fp8Row,
+            Self::Fp8Row { .. } => Format::Fp8Row,
             Self::Fp8Block128 { .. } => Format::Fp8Block128,
             Self::Mxfp8 => Format::Mxfp8,
-            Self::Plain(_) | Self::Fp8Row { .. } => return None,
+            Self::Ggml(t) => Format::Ggml(t),
+            Self::Plain(_) => return None,
         })
     }
 
@@ -98,6 +101,7 @@ impl fmt::Display for Scheme {
             Self::Fp8Row { scale, .. } => write!(f, "FP8 per row ({scale} scales)")?,
             Self::Fp8Block128 { scale } => write!(f, "FP8 per 128x128 block ({scale} scales)")?,
             Self::Mxfp8 => f.write_str("MXFP8")?,
+            Self::Ggml(t) => write!(f, "GGML {t}")?,
         }
         if self.has_input_scale() { f.write_str(", input scale") } else { Ok(()) }
     }
@@ -192,6 +196,22 @@ impl<'c> SourceTensor<'c> {
         &self.planes
     }
 
+    /// Where stored words keep an order of columns that the source does not have: blocks of a GGUF file that cross value
+    /// heads. Stored column `i` is the source's column `source(i)`; decoding puts values in the source's order.
+    pub fn stored_columns(&self) -> Option<TiledHeads> {
+        self.checkpoint.view_of(self.planes.weight).and_then(|(v, i)| v.kept_columns(i))
+    }
+
+    /// Whether rows or columns are in another order than in the file.
+    pub fn is_permuted(&self) -> bool {
+        self.checkpoint.view_of(self.planes.weight).is_some_and(|(v, i)| v.is_permuted(i))
+    }
+
+    /// Whether the file holds a function of the words (1 + w, -exp(a)), undone when they are read.
+    pub fn is_derived(&self) -> bool {
+        self.checkpoint.view_of(self.planes.weight).is_some_and(|(v, i)| v.is_derived(i))
+    }
+
     /// Its checkpoint.
     pub fn checkpoint(&self) -> &'c Checkpoint {
         self.checkpoint
@@ -257,6 +277,14 @@ fn scheme_error(checkpoint: &Checkpoint, t: &TensorInfo, expected: String, found
     }
 }
 
+/// The scheme of a tensor without scales beside it.
+fn plain(dtype: Dtype) -> Scheme {
+    match dtype {
+        Dtype::Ggml(t) => Scheme::Ggml(t),
+        dtype => Scheme::Plain(dtype),
+    }
+}
+
 /// The parent module of a part of a split table, whose scales the parts share: `x` for `x.shard_12`.
 pub(crate) fn table_of_part(base: &str) -> Option<&str> {
     let (parent, last) = base.rsplit_once('.')?;
@@ -295,7 +323,7 @@ impl Checkpoint {
             return Ok(Some(SourceTensor {
                 checkpoint: self,
                 name: &first.name,
-                scheme: Scheme::Plain(first.dtype),
+                scheme: plain(first.dtype),
                 shape: first.shape.clone(),
                 planes: Planes { weight: first, scale: None, global_scale: None, input_scale: None },
             }));
@@ -409,7 +437,7 @@ impl Checkpoint {
         }
         if weight.dtype != Dtype::F8E4m3 {
             f.refuse(self, weight, &[f.scale, f.scale_2, f.scale_inv, f.global, f.input, f.input_global])?;
-            return Ok(build(Scheme::Plain(weight.dtype), weight.shape.clone(), None, None, None));
+            return Ok(build(plain(weight.dtype), weight.shape.clone(), None, None, None));
         }
 
         let (n, k) = self.matrix(weight)?;
@@ -523,7 +551,8 @@ mod tests {
 
     #[test]
     fn only_exact_formats_are_named() {
-        assert_eq!(Scheme::Fp8Row { scale: Dtype::F32, input_scale: false }.format(), None);
+        assert_eq!(Scheme::Plain(Dtype::I64).format(), None);
+        assert_eq!(Scheme::Ggml(GgmlType::Q4K).format(), Some(Format::Ggml(GgmlType::Q4K)));
         assert_eq!(Scheme::Fp8Row { scale: Dtype::Bf16, input_scale: false }.format(), Some(Format::Fp8Row));
         assert_eq!(Scheme::Fp8Block128 { scale: Dtype::Bf16 }.format(), Some(Format::Fp8Block128));
         assert_eq!(Scheme::Nvfp4Divisor { input_scale: true }.format(), Some(Format::Nvfp4));

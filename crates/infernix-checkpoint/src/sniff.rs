@@ -40,7 +40,7 @@ pub(crate) fn impostor(start: &[u8]) -> Option<(String, &'static str)> {
         return Some(("a gzip archive".to_owned(), "unpack it, or fetch the file itself"));
     }
     if head.starts_with(b"gguf") {
-        return Some(("a GGUF file".to_owned(), "this version reads safetensors only"));
+        return Some(("a GGUF file".to_owned(), "give it a name that ends in .gguf"));
     }
     None
 }

@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use infernix_artifact::{Binding, Draft, DraftObject, LayoutOptions, ObjectKind};
-use infernix_checkpoint::{OpenOptions, Scheme};
+use infernix_checkpoint::gguf::names::TiledHeads;
+use infernix_checkpoint::{OpenOptions, Scheme, SourceTensor};
 use infernix_formats::{Format, Layout, encoded_size};
 use infernix_model::{
     Class, Component, ModelConfig, NameStyle, Parameter, Source, parameters, source_prefix,
@@ -19,8 +20,8 @@ use crate::group::Grouper;
 use crate::ngram::NgramPlan;
 use crate::plan::{ClassSummary, Content, ConvertOptions, Ignored, Plan, PlannedObject, Proof, view_rows};
 use crate::recipe::{Activation, ExpertActivation, Method, Rule};
-use crate::sources::{Sources, WeightRef, scheme_name};
-use crate::storage::{Storage, decide};
+use crate::sources::{Source as Opened, Sources, WeightRef, scheme_name};
+use crate::storage::{Storage, decide, decide_as};
 use crate::uses::UseList;
 
 /// A parameter that found its place, before offsets are known.
@@ -81,8 +82,69 @@ pub(crate) fn plan_with(options: &ConvertOptions, sources: Arc<Sources>) -> Resu
 /// The model that the main source's `config.json` describes.
 pub(crate) fn model_config(sources: &Sources) -> Result<ModelConfig, ConvertError> {
     let main = &sources.main().checkpoint;
-    ModelConfig::from_json(&main.config()?)
+    ModelConfig::from_json(&config_json(sources)?)
         .map_err(|source| ConvertError::Model { path: main.folder().join("config.json"), source })
+}
+
+/// Keys beside `vision_config` that the image tower needs.
+pub(crate) const VISION_KEYS: [&str; 4] =
+    ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"];
+
+/// The main source's `config.json`, with what it does not describe and another source brings along: the image tower and
+/// the drafter of a source of their own, and the compress ratio that a GGUF converter lost, from the source of resources.
+pub(crate) fn config_json(sources: &Sources) -> Result<Value, ConvertError> {
+    let mut root = sources.main().checkpoint.config()?;
+    let other = |role: &str| -> Result<Option<Value>, ConvertError> {
+        let found = sources.list().iter().skip(1).find(|s| s.spec.role == role);
+        // Weights need no configuration of their own: a lone file may serve as a source.
+        let has =
+            |s: &&Opened| s.checkpoint.gguf().is_some() || s.checkpoint.folder().join("config.json").exists();
+        Ok(found.filter(has).map(|s| s.checkpoint.config()).transpose()?)
+    };
+    if root.get("vision_config").is_none()
+        && let Some(vision) = other("vision")?
+    {
+        for key in VISION_KEYS.into_iter().chain(["vision_config"]) {
+            if let (None, Some(value)) = (root.get(key), vision.get(key)) {
+                root[key] = value.clone();
+            }
+        }
+    }
+    let text = |v: &Value, key: &str| v.get("text_config").unwrap_or(v).get(key).cloned();
+    let mut put = |key: &str, value: Value| {
+        if root.get("text_config").is_some() {
+            root["text_config"][key] = value;
+        } else {
+            root[key] = value;
+        }
+    };
+    let main = sources.main().checkpoint.config()?;
+    let drafter = text(&main, "mtp_num_hidden_layers").and_then(|v| v.as_u64()).unwrap_or(0);
+    if drafter == 0
+        && text(&main, "mtp").is_none()
+        && let Some(mtp) = other("mtp")?
+        && let Some(layers) = text(&mtp, "mtp_num_hidden_layers")
+    {
+        put("mtp_num_hidden_layers", layers);
+    }
+    if sources.main().checkpoint.gguf().is_some()
+        && text(&main, "indexer_n_heads").is_some()
+        && text(&main, "indexer_compress_ratio").is_none()
+    {
+        let ratio = other("resources")?.and_then(|v| text(&v, "indexer_compress_ratio"));
+        match ratio {
+            Some(ratio) => put("indexer_compress_ratio", ratio),
+            None => {
+                return Err(ConvertError::Source {
+                    role: "resources".into(),
+                    reason: "the GGUF file lost the compress ratio of its sparse attention (a fault of its converter); pass \
+                             --source resources=FOLDER with the config.json of the model, which has it"
+                        .into(),
+                });
+            }
+        }
+    }
+    Ok(root)
 }
 
 /// How the main source spells names.
@@ -105,6 +167,9 @@ pub(crate) fn components_present(sources: &Sources, config: &ModelConfig) -> Vec
     out
 }
 
+/// What weights that share an order of columns agree in: component, heads, width.
+type ColumnOrder = (Component, Option<TiledHeads>, u64);
+
 pub(crate) struct Builder<'a> {
     pub(crate) options: &'a ConvertOptions,
     pub(crate) sources: &'a Arc<Sources>,
@@ -122,6 +187,8 @@ pub(crate) struct Builder<'a> {
     /// Whether all text experts are NVFP4 with input scales, once seen.
     expert_scales: Option<bool>,
     mxfp8: bool,
+    /// Orders of columns that are stored already.
+    columns: Vec<(ColumnOrder, usize)>,
 }
 
 impl<'a> Builder<'a> {
@@ -195,6 +262,7 @@ impl<'a> Builder<'a> {
             warnings,
             expert_scales: None,
             mxfp8: false,
+            columns: Vec::new(),
         })
     }
 
@@ -243,7 +311,7 @@ impl<'a> Builder<'a> {
                 }
                 let scheme = weight.scheme();
                 let rule = self.rule(p, scheme_name(scheme).unwrap_or("other"))?;
-                let storage = decide(&p.name, &file, &weight.planes().weight.name, scheme, rule, false)?;
+                let storage = decide(&p.name, &file, &weight.planes().weight.name, scheme, rule)?.of(&weight);
                 check_columns(&p.name, &storage, weight.shape())?;
                 self.mxfp8 |= scheme == Scheme::Mxfp8 && p.component == Component::Text;
                 self.sources.consume_weight(source, &weight);
@@ -266,7 +334,9 @@ impl<'a> Builder<'a> {
         };
         let scheme = experts.scheme;
         let rule = self.rule(p, scheme_name(scheme).unwrap_or("other"))?;
-        let storage = decide(&p.name, &experts.file, &experts.example, scheme, rule, !experts.fused)?;
+        let own = experts.format();
+        let (file, example) = (&experts.file, &experts.example);
+        let storage = decide_as(&p.name, file, example, scheme, own, rule, !experts.fused)?;
         let (e, h, i) = (p.shape[0], p.shape[1], p.shape[2]);
         let quantized = matches!(scheme, Scheme::Nvfp4Multiplier { .. } | Scheme::Nvfp4Divisor { .. });
         if rule.activation == Some(Activation::A4) && !(quantized && scheme.has_input_scale()) {
@@ -330,7 +400,6 @@ impl<'a> Builder<'a> {
             &experts.example,
             Scheme::Plain(infernix_checkpoint::Dtype::F32),
             rule,
-            false,
         )?;
         let content = Content::ExpertInputScales { source: experts.source, prefix: prefix.to_owned() };
         let object =
@@ -349,7 +418,7 @@ impl<'a> Builder<'a> {
             }
             let file = self.sources.file_of(index, t);
             let rule = self.rule(p, scheme_name(Scheme::Plain(t.dtype)).unwrap_or("other"))?;
-            let storage = decide(&p.name, &file, name, Scheme::Plain(t.dtype), rule, false)?;
+            let storage = decide(&p.name, &file, name, Scheme::Plain(t.dtype), rule)?;
             self.sources.consume(index, name);
             let content = Content::Tensor { source: index, name: name.to_owned() };
             let object = self.push_object(p.component, vec![1], storage, vec![p.name.clone()], content)?;
@@ -397,7 +466,7 @@ impl<'a> Builder<'a> {
             let mut auxiliaries: BTreeMap<usize, usize> = BTreeMap::new();
             for m in parent.members {
                 let weight = sources.weight(&weights[m.weight])?;
-                let auxiliary = match weight.planes().input_scale {
+                let mut auxiliary = match weight.planes().input_scale {
                     None => None,
                     Some(_) => Some(match auxiliaries.get(&m.weight) {
                         Some(&known) => known,
@@ -408,6 +477,10 @@ impl<'a> Builder<'a> {
                         }
                     }),
                 };
+                // Stored blocks that keep the file's order of columns say which; decoded values are in the source's.
+                if let (Some(_), Format::Ggml(_)) = (weight.stored_columns(), storage.format) {
+                    auxiliary = Some(self.push_columns(component, &weight, &weights[m.weight])?);
+                }
                 self.uses.add(
                     &m.parameter,
                     &m.parameter.name,
@@ -421,6 +494,29 @@ impl<'a> Builder<'a> {
             }
         }
         Ok(())
+    }
+
+    /// The order of a weight's columns, one object for all weights of a component that share it.
+    fn push_columns(
+        &mut self,
+        component: Component,
+        weight: &SourceTensor<'_>,
+        reference: &WeightRef,
+    ) -> Result<usize, ConvertError> {
+        let key = (component, weight.stored_columns(), weight.row_len());
+        if let Some((_, known)) = self.columns.iter().find(|(k, _)| *k == key) {
+            return Ok(*known);
+        }
+        let storage = Storage {
+            format: Format::Int32,
+            layout: Layout::ContiguousLeV1,
+            method: Method::Stored,
+            proof: Proof::Synthesised,
+        };
+        let content = Content::InputColumns { weight: reference.clone() };
+        let object = self.push_object(component, vec![weight.row_len()], storage, Vec::new(), content)?;
+        self.columns.push((key, object));
+        Ok(object)
     }
 
     /// An activation scale of a weight as an object of its own.

@@ -1,6 +1,7 @@
 //! Where a layer's routed experts lie: fused 3-D tensors or one set of tensors per expert.
 
 use infernix_checkpoint::Scheme;
+use infernix_formats::Format;
 use infernix_formats::expert_bank::ExpertMatrix;
 use infernix_model::Parameter;
 
@@ -11,8 +12,10 @@ use crate::sources::{Sources, WeightRef};
 /// Routed experts of one layer.
 pub(crate) struct ExpertSource {
     pub(crate) source: usize,
-    /// Scheme of every matrix.
+    /// Scheme of every gate matrix; of the others too but in blocks of a GGUF file.
     pub(crate) scheme: Scheme,
+    /// Schemes of gate, up and down.
+    schemes: [Scheme; 3],
     /// `gate_up_proj` [E,2I,H] and `down_proj` [E,H,I].
     pub(crate) fused: bool,
     /// File and tensor of the first matrix, for messages.
@@ -42,11 +45,12 @@ impl ExpertSource {
         {
             let example = gate_up.planes().weight.name.to_string();
             let file = sources.file_of(source, gate_up.planes().weight);
-            let found = Self { source, scheme: gate_up.scheme(), fused: true, file, example };
+            let scheme = gate_up.scheme();
+            let found = Self { source, scheme, schemes: [scheme; 3], fused: true, file, example };
             if !checked {
                 let (e, h, i) = (p.shape[0], p.shape[1], p.shape[2]);
-                found.check(sources, gate_up.name(), &[e, 2 * i, h], missing)?;
-                found.check(sources, &format!("{prefix}.down_proj"), &[e, h, i], missing)?;
+                found.check(sources, gate_up.name(), &[e, 2 * i, h], scheme, missing)?;
+                found.check(sources, &format!("{prefix}.down_proj"), &[e, h, i], scheme, missing)?;
             }
             return Ok(Some(found));
         }
@@ -59,13 +63,25 @@ impl ExpertSource {
         };
         let example = gate.planes().weight.name.to_string();
         let file = sources.file_of(source, gate.planes().weight);
-        let found = Self { source, scheme: gate.scheme(), fused: false, file, example };
+        let mut schemes = [gate.scheme(); 3];
+        for (scheme, matrix) in schemes.iter_mut().zip(ExpertMatrix::ALL) {
+            // Only blocks of a GGUF file may differ from matrix to matrix.
+            let other = sources.checkpoint(source).resolve(&matrix_name(prefix, 0, matrix))?;
+            if let Some(other) = other
+                .map(|w| w.scheme())
+                .filter(|s| matches!((*s, &gate.scheme()), (Scheme::Ggml(_), Scheme::Ggml(_))))
+            {
+                *scheme = other;
+            }
+        }
+        let found = Self { source, scheme: gate.scheme(), schemes, fused: false, file, example };
         if !checked {
             let (e, h, i) = (p.shape[0], p.shape[1], p.shape[2]);
             for expert in 0..e {
                 for matrix in ExpertMatrix::ALL {
                     let shape = if matrix == ExpertMatrix::Down { [h, i] } else { [i, h] };
-                    found.check(sources, &matrix_name(prefix, expert, matrix), &shape, missing)?;
+                    let scheme = found.schemes[matrix.index()];
+                    found.check(sources, &matrix_name(prefix, expert, matrix), &shape, scheme, missing)?;
                 }
             }
         }
@@ -77,6 +93,7 @@ impl ExpertSource {
         sources: &Sources,
         name: &str,
         shape: &[u64],
+        scheme: Scheme,
         missing: &mut Vec<String>,
     ) -> Result<(), ConvertError> {
         let Some(weight) = sources.checkpoint(self.source).resolve(name)? else {
@@ -92,17 +109,25 @@ impl ExpertSource {
                 found: weight.shape().to_vec(),
             });
         }
-        if weight.scheme() != self.scheme {
+        if weight.scheme() != scheme {
             return Err(ConvertError::Scheme {
                 file: sources.file_of(self.source, tensor),
                 tensor: tensor.name.to_string(),
-                expected: format!("{}, as {} has", self.scheme, self.example),
+                expected: format!("{scheme}, as in the first expert ({})", self.example),
                 found: weight.scheme().to_string(),
                 advice: "the experts of a layer must share one scheme",
             });
         }
         sources.consume_weight(self.source, &weight);
         Ok(())
+    }
+
+    /// The format of a bank of these words.
+    pub(crate) fn format(&self) -> Option<Format> {
+        match self.schemes.map(|s| if let Scheme::Ggml(t) = s { Some(t) } else { None }) {
+            [Some(gate), Some(up), Some(down)] => Some(Format::ggml_experts([gate, up, down])),
+            _ => self.scheme.format(),
+        }
     }
 
     /// Content of a rank-2 parent: gate and up rows of every expert, or down rows.

@@ -87,6 +87,10 @@ impl Fill<'_> {
                 let out = if object.method == Method::Widen { widened(info.dtype, &bytes) } else { bytes };
                 sink.write(0, &out)
             }
+            Content::InputColumns { weight } => {
+                let weight = self.sources.weight(weight)?;
+                sink.write(0, &input_columns(&weight))
+            }
             Content::InputScale { weight } => {
                 let weight = self.sources.weight(weight)?;
                 let scale = weight.input_scale()?.unwrap_or(0.0);
@@ -182,7 +186,8 @@ impl Fill<'_> {
     ) -> Result<(), ConvertError> {
         let format_error =
             |source| ConvertError::Format { what: object.id.clone(), source: Box::new(source) };
-        let shape = BankShape::new(object.layout, &object.shape).map_err(format_error)?;
+        let format = object.format.unwrap_or(Format::Bf16);
+        let shape = BankShape::of(object.layout, format, &object.shape).map_err(format_error)?;
         let checkpoint = self.sources.checkpoint(source);
         let per_write = (self.step / shape.stride.max(1)).max(1);
         let mut record = vec![0u8; (per_write.min(shape.experts) * shape.stride) as usize];
@@ -213,7 +218,9 @@ impl Fill<'_> {
                     }
                     example.get_or_insert(p.weight);
                 }
-                let packed = if shape.layout == Layout::Nvfp4ExpertRg16V1 {
+                let packed = if shape.layout == Layout::GgmlExpertV1 {
+                    expert_bank::pack_ggml(&shape, [&codes[0], &codes[1], &codes[2]], out)
+                } else if shape.layout == Layout::Nvfp4ExpertRg16V1 {
                     let plane = |m: usize| Nvfp4Planes { codes: &codes[m], scales: &scales[m] };
                     expert_bank::pack_nvfp4(&shape, plane(0), plane(1), plane(2), out)
                 } else {
@@ -565,6 +572,13 @@ impl<'a> Cursor<'a> {
         }
         out
     }
+}
+
+/// INT32 words: the source's column of each stored column.
+pub(crate) fn input_columns(weight: &SourceTensor<'_>) -> Vec<u8> {
+    let heads = weight.stored_columns();
+    let column = |i: u64| heads.as_ref().map_or(i, |h| h.source(i)) as u32;
+    (0..weight.row_len()).flat_map(|i| column(i).to_le_bytes()).collect()
 }
 
 /// Count and first position of words that satisfy `is_nan`.

@@ -37,5 +37,5 @@ pub use progress::{Progress, Silent};
 pub use proposal::{ProposalOptions, Ranking, Vocabulary};
 pub use recipe::{Activation, ExpertActivation, Method, ROLES, Recipe, Rule, SourceRole, Target};
 pub use repair::{RepairOptions, RepairReport, repair};
-pub use sources::{SCHEME_NAMES, Source, SourceSpec, Sources, WeightRef, scheme_name, stored_format};
+pub use sources::{SCHEME_NAMES, Source, SourceSpec, Sources, WeightRef, scheme_name};
 pub use verify::{Mismatch, NgramRows, Requantized, VerifyOptions, VerifyReport, Worst, digest_text, verify};

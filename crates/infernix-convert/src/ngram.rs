@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use infernix_checkpoint::{Dtype, Scheme, SourceTensor};
+use infernix_formats::ggml::{self, GgmlType};
 use infernix_formats::scalar::{e4m3_is_finite, e4m3_is_scale};
 use infernix_model::{ModelConfig, Parameter, Source};
 use serde_json::{Value, json};
@@ -22,6 +23,7 @@ fn row_format(scheme: Scheme) -> Option<RowFormat> {
         Scheme::Plain(Dtype::Bf16) => Some(RowFormat::Bf16),
         Scheme::Nvfp4Multiplier { .. } => Some(RowFormat::Nvfp4Mul),
         Scheme::Nvfp4Divisor { .. } => Some(RowFormat::Nvfp4),
+        Scheme::Ggml(GgmlType::Iq4Nl) => Some(RowFormat::GgmlIq4Nl),
         _ => None,
     }
 }
@@ -246,7 +248,7 @@ pub(crate) fn plan_table(
     let scheme = found[0].1.scheme();
     let format = row_format(scheme).ok_or_else(|| {
         fail(format!(
-            "{} is stored as {scheme}; a volume holds FP8 per tensor, BF16 or NVFP4 rows",
+            "{} is stored as {scheme}; a volume holds FP8 per tensor, BF16, NVFP4 or IQ4_NL rows; name another table with --source table=PATH",
             found[0].1.name()
         ))
     })?;
@@ -383,7 +385,7 @@ impl<'s> TableReader<'s> {
             ),
         };
         match self.format {
-            RowFormat::Fp8E4m3fn | RowFormat::Bf16 => {
+            RowFormat::Fp8E4m3fn | RowFormat::Bf16 | RowFormat::GgmlIq4Nl => {
                 let per = row_bytes(self.format, self.width);
                 checkpoint.read(codes, rows.start * per..rows.end * per, out)?;
                 if self.format == RowFormat::Fp8E4m3fn
@@ -391,6 +393,15 @@ impl<'s> TableReader<'s> {
                 {
                     let at_row = rows.start + at as u64 / self.width;
                     return Err(illegal(at_row, at as u64 % self.width, "code", u32::from(out[at])));
+                }
+                if self.format == RowFormat::GgmlIq4Nl {
+                    ggml::validate(GgmlType::Iq4Nl, out, self.width, rows.start).map_err(|source| {
+                        ConvertError::Word {
+                            file: checkpoint.shard_of(codes).name.clone(),
+                            tensor: codes.name.to_string(),
+                            source: Box::new(source),
+                        }
+                    })?;
                 }
             }
             _ => {

@@ -85,6 +85,8 @@ pub enum Proof {
     Permuted,
     /// Each word widened without loss.
     Widened,
+    /// Other words of the same values: what the file holds is a function of them that can be undone.
+    Reencoded,
     /// Other words; the values differ by a reported error.
     Requantized,
     /// Made from nothing in the source's tensors (token ids of a proposal head).
@@ -99,6 +101,7 @@ impl Proof {
             Proof::Identical => "identical",
             Proof::Permuted => "permuted",
             Proof::Widened => "widened",
+            Proof::Reencoded => "reencoded",
             Proof::Requantized => "requantized",
             Proof::Synthesised => "synthesised",
         }
@@ -122,6 +125,8 @@ pub(crate) enum Content {
     Bank { source: usize, prefix: String },
     /// Activation scales `[E,3]` of the experts below a prefix.
     ExpertInputScales { source: usize, prefix: String },
+    /// INT32 `[K]`: the source's column of each stored one, where blocks keep the order of their file.
+    InputColumns { weight: WeightRef },
     /// The activation scale of a weight, widened to FP32.
     InputScale { weight: WeightRef },
     /// A whole small tensor, word for word.

@@ -11,6 +11,7 @@ use infernix_model::{Architecture, Class, Component};
 use serde::Deserialize;
 
 use crate::ConvertError;
+use crate::sources::scheme_matches;
 
 /// Recipes built into the program: name and TOML text.
 const BUILT_IN: &[(&str, &str)] = &[
@@ -423,7 +424,7 @@ impl Rule {
     pub fn covers(&self, class: Class, component: Component, layer: Option<usize>, scheme: &str) -> bool {
         self.matched.contains(&class)
             && (self.components.is_empty() || self.components.contains(&component))
-            && (self.schemes.is_empty() || self.schemes.iter().any(|s| s == scheme))
+            && (self.schemes.is_empty() || self.schemes.iter().any(|s| scheme_matches(s, scheme)))
             && (self.layers.is_empty()
                 || layer.is_some_and(|l| self.layers.iter().any(|(a, b)| (*a..=*b).contains(&l))))
     }
@@ -465,7 +466,7 @@ impl RuleTable {
             })
             .collect::<Result<_, _>>()?;
         for scheme in self.scheme.iter().chain(&self.require) {
-            if !crate::sources::SCHEME_NAMES.contains(&scheme.as_str()) {
+            if !crate::sources::is_scheme(scheme) {
                 let known = crate::sources::SCHEME_NAMES.join(", ");
                 return Err(fail(format!("unknown scheme {scheme:?}; known: {known}")));
             }

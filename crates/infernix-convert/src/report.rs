@@ -82,7 +82,9 @@ fn sources(content: &Content) -> Vec<String> {
         Content::Bank { prefix, .. } | Content::ExpertInputScales { prefix, .. } => {
             vec![format!("{prefix}.*")]
         }
-        Content::InputScale { weight } | Content::ProposalHead { weight } => vec![weight.name.clone()],
+        Content::InputScale { weight }
+        | Content::InputColumns { weight }
+        | Content::ProposalHead { weight } => vec![weight.name.clone()],
         Content::Tensor { name, .. } => vec![name.clone()],
         Content::ProposalIds | Content::Bytes(_) => Vec::new(),
     }

@@ -9,7 +9,7 @@ use infernix_model::Component;
 use serde_json::{Map, Value, json};
 
 use crate::ConvertError;
-use crate::build::Builder;
+use crate::build::{Builder, VISION_KEYS, config_json};
 use crate::plan::{Content, PlannedObject, Proof};
 use crate::recipe::Method;
 
@@ -21,9 +21,6 @@ pub(crate) const RESOURCES: [(Component, &[&str]); 2] = [
     ),
     (Component::Vision, &["preprocessor_config.json", "video_preprocessor_config.json"]),
 ];
-/// Keys of `config.json` beside `vision_config` that the image tower needs.
-const VISION_KEYS: [&str; 4] =
-    ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"];
 /// Where the volume's id is filled in.
 pub(crate) const VOLUME_ID: &str = "/components/text/config/ngram_table/volume_id";
 
@@ -35,7 +32,7 @@ impl Builder<'_> {
                 continue;
             }
             for name in names {
-                let checkpoint = self.resource_checkpoint();
+                let checkpoint = self.sources.resources(component);
                 let path = checkpoint.folder().join(name);
                 let Some(bytes) = checkpoint.file_bytes(name)? else {
                     if *name == "tokenizer.json" && !self.options.dry_run {
@@ -67,7 +64,7 @@ impl Builder<'_> {
                     format: None,
                     layout: Layout::RawBytesV1,
                     method: Method::Stored,
-                    proof: Proof::Identical,
+                    proof: if checkpoint.gguf().is_some() { Proof::Synthesised } else { Proof::Identical },
                     bytes: bytes.len() as u64,
                     offset: 0,
                     content: Content::Bytes(Arc::new(bytes)),
@@ -101,7 +98,7 @@ impl Builder<'_> {
         &self,
         default_expert_activation: u64,
     ) -> Result<(BTreeMap<String, ArtifactComponent>, Vec<String>), ConvertError> {
-        let root = self.sources.main().checkpoint.config()?;
+        let root = config_json(self.sources)?;
         let mut late = Vec::new();
         let mut out = BTreeMap::new();
         for &component in &self.components {

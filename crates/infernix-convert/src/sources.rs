@@ -11,9 +11,21 @@ use infernix_model::Component;
 use crate::ConvertError;
 use crate::recipe::ROLES;
 
-/// Names of source schemes in recipes and reports, see [`scheme_name`].
-pub const SCHEME_NAMES: [&str; 9] =
-    ["bf16", "fp16", "fp32", "nvfp4_mul", "nvfp4", "fp8_tensor", "fp8_row", "fp8_block128", "mxfp8"];
+/// Names of source schemes in recipes and reports, see [`scheme_name`]; `ggml` is every type of blocks of a GGUF file,
+/// `ggml_<type>` one of them.
+pub const SCHEME_NAMES: [&str; 10] =
+    ["bf16", "fp16", "fp32", "nvfp4_mul", "nvfp4", "fp8_tensor", "fp8_row", "fp8_block128", "mxfp8", "ggml"];
+
+/// Whether a recipe may name that scheme.
+pub(crate) fn is_scheme(name: &str) -> bool {
+    let ggml = || name.parse::<Format>().is_ok_and(|f| matches!(f, Format::Ggml(_)));
+    SCHEME_NAMES.contains(&name) || ggml()
+}
+
+/// Whether a recipe's `pattern` means the scheme of this name.
+pub(crate) fn scheme_matches(pattern: &str, name: &str) -> bool {
+    pattern == name || (pattern == "ggml" && name.starts_with("ggml_"))
+}
 
 /// The name of a scheme in recipes; `None` for dtypes that are no weights.
 #[must_use]
@@ -28,23 +40,7 @@ pub fn scheme_name(scheme: Scheme) -> Option<&'static str> {
         Scheme::Fp8Row { .. } => "fp8_row",
         Scheme::Fp8Block128 { .. } => "fp8_block128",
         Scheme::Mxfp8 => "mxfp8",
-        _ => return None,
-    })
-}
-
-/// The container format that holds a scheme word for word.
-#[must_use]
-pub fn stored_format(scheme: Scheme) -> Option<Format> {
-    Some(match scheme {
-        Scheme::Plain(Dtype::Bf16) => Format::Bf16,
-        Scheme::Plain(Dtype::F16) => Format::Fp16,
-        Scheme::Plain(Dtype::F32) => Format::Fp32,
-        Scheme::Nvfp4Multiplier { .. } => Format::Nvfp4Mul,
-        Scheme::Nvfp4Divisor { .. } => Format::Nvfp4,
-        Scheme::Fp8Tensor { .. } => Format::Fp8Tensor,
-        Scheme::Fp8Row { .. } => Format::Fp8Row,
-        Scheme::Fp8Block128 { .. } => Format::Fp8Block128,
-        Scheme::Mxfp8 => Format::Mxfp8,
+        Scheme::Ggml(t) => Format::Ggml(t).name(),
         _ => return None,
     })
 }
@@ -233,6 +229,15 @@ impl Sources {
     pub fn unused(&self, source: usize) -> Vec<&TensorInfo> {
         let Ok(seen) = self.list[source].seen.lock() else { return Vec::new() };
         self.list[source].checkpoint.tensors_by_name().filter(|t| !seen.contains(&t.name)).collect()
+    }
+
+    /// Where the resources of a component come from: the source of that role; for an image tower its own source; else the
+    /// main one.
+    #[must_use]
+    pub fn resources(&self, component: Component) -> &Checkpoint {
+        let of = |role: &str| self.list.iter().find(|s| s.spec.role == role);
+        let own = if component == Component::Vision { of("vision") } else { None };
+        &of("resources").or(own).unwrap_or(&self.list[0]).checkpoint
     }
 
     /// Whether every file holds its data.

@@ -1,12 +1,12 @@
 //! From a rule and a source scheme to format, layout, method and proof.
 
-use infernix_checkpoint::Scheme;
+use infernix_checkpoint::{Scheme, SourceTensor};
 use infernix_formats::{Format, Layout};
 
 use crate::ConvertError;
 use crate::plan::Proof;
 use crate::recipe::{Method, Rule, Target};
-use crate::sources::{scheme_name, stored_format};
+use crate::sources::{scheme_matches, scheme_name};
 
 /// How a weight is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -18,11 +18,21 @@ pub(crate) struct Storage {
 }
 
 impl Storage {
+    /// The same for a weight that is read in another order, or computed back from what the file holds.
+    pub(crate) fn of(mut self, weight: &SourceTensor<'_>) -> Self {
+        self.proof = match self.proof {
+            Proof::Identical | Proof::Widened | Proof::Permuted if weight.is_derived() => Proof::Reencoded,
+            Proof::Identical if weight.is_permuted() => Proof::Permuted,
+            proof => proof,
+        };
+        self
+    }
+
     /// Whether rows of different weights may share an object.
     pub(crate) fn fuses(&self) -> bool {
         self.format.direct_bytes().is_some()
             || self.format.group_spec().is_some()
-            || matches!(self.format, Format::Fp8Row | Format::Mxfp8)
+            || matches!(self.format, Format::Fp8Row | Format::Mxfp8 | Format::Ggml(_))
     }
 }
 
@@ -30,6 +40,9 @@ impl Storage {
 pub(crate) fn usual_layout(format: Format, bank: bool) -> Layout {
     match format {
         Format::Nvfp4 | Format::Nvfp4Mul if bank => Layout::Nvfp4ExpertRg16V1,
+        Format::GgmlExperts(..) => Layout::GgmlExpertV1,
+        Format::Ggml(_) if bank => Layout::GgmlExpertV1,
+        Format::Ggml(_) => Layout::GgmlRowsV1,
         Format::Fp8Block128 if bank => Layout::Fp8ExpertBlock128V1,
         Format::Nvfp4 | Format::Nvfp4Mul => Layout::BlockScaleK16V1,
         Format::Fp8Row => Layout::RowScaleV1,
@@ -41,13 +54,25 @@ pub(crate) fn usual_layout(format: Format, bank: bool) -> Layout {
     }
 }
 
-/// Decides how `parameter` with source `scheme` is stored under `rule`. `bank`: routed experts with one source tensor
-/// per matrix, which may become records.
+/// Decides how `parameter` with source `scheme` is stored under `rule`.
 pub(crate) fn decide(
     parameter: &str,
     file: &str,
     tensor: &str,
     scheme: Scheme,
+    rule: &Rule,
+) -> Result<Storage, ConvertError> {
+    decide_as(parameter, file, tensor, scheme, scheme.format(), rule, false)
+}
+
+/// As [`decide`] where the words together have another format than one of them. `bank`: routed experts with one source
+/// tensor per matrix, which may become records.
+pub(crate) fn decide_as(
+    parameter: &str,
+    file: &str,
+    tensor: &str,
+    scheme: Scheme,
+    own: Option<Format>,
     rule: &Rule,
     bank: bool,
 ) -> Result<Storage, ConvertError> {
@@ -58,11 +83,11 @@ pub(crate) fn decide(
         found: scheme.to_string(),
         advice,
     };
-    let own = stored_format(scheme).ok_or_else(|| {
+    let own = own.ok_or_else(|| {
         mismatch("a floating-point or quantized weight".into(), "this is no weight of this model")
     })?;
     let name = scheme_name(scheme).unwrap_or_default();
-    if !rule.require.is_empty() && !rule.require.iter().any(|r| r == name) {
+    if !rule.require.is_empty() && !rule.require.iter().any(|r| scheme_matches(r, name)) {
         return Err(mismatch(
             format!("{} ({} asks for it)", rule.require.join(" or "), rule.origin()),
             "use a recipe for this checkpoint, or `auto`",

@@ -97,7 +97,7 @@ fn usual_policy(p: &Parameter, storage: &Storage, scheme: Scheme) -> ActivationP
 }
 
 impl UseList {
-    /// Records how `name` (the parameter, or one of its parents) is used. `auxiliary`: object of its activation scale.
+    /// Records how `name` (the parameter, or one of its parents) is used. `auxiliary`: object of its activation scale or, in blocks of a GGUF file, of its order of columns.
     pub(crate) fn add(
         &mut self,
         p: &Parameter,
@@ -114,6 +114,7 @@ impl UseList {
             None => usual_policy(p, storage, scheme),
         };
         let role = match scheme {
+            Scheme::Ggml(_) => "input_columns",
             Scheme::Nvfp4Divisor { .. } => "activation_input_divisor",
             _ => "activation_input_scale",
         };

@@ -5,6 +5,7 @@ use std::ops::Range;
 use crate::error::{FormatError, Place, expect_len};
 use crate::expert_bank::{BankShape, ExpertRecord};
 use crate::format::Format;
+use crate::ggml::GgmlType;
 use crate::groupwise;
 use crate::layout::{
     Layout, PlaneRole, RowShape, check_rows, encoded_size, planes, row_bytes, row_planes, tile_rows,
@@ -21,6 +22,8 @@ pub(crate) trait Real: Copy + Default {
     fn quotient(a: f32, b: f32) -> Self;
     /// An integer, rounded to nearest.
     fn integer(v: i64) -> Self;
+    /// Whole ggml blocks.
+    fn blocks(ty: GgmlType, bytes: &[u8], out: &mut [Self]) -> Result<(), FormatError>;
 }
 
 impl Real for f32 {
@@ -36,6 +39,9 @@ impl Real for f32 {
     fn integer(v: i64) -> f32 {
         v as f32
     }
+    fn blocks(ty: GgmlType, bytes: &[u8], out: &mut [f32]) -> Result<(), FormatError> {
+        crate::ggml::decode_f32(ty, bytes, out)
+    }
 }
 
 impl Real for f64 {
@@ -50,6 +56,9 @@ impl Real for f64 {
     #[inline]
     fn integer(v: i64) -> f64 {
         v as f64
+    }
+    fn blocks(ty: GgmlType, bytes: &[u8], out: &mut [f64]) -> Result<(), FormatError> {
+        crate::ggml::decode_f64(ty, bytes, out)
     }
 }
 
@@ -230,6 +239,9 @@ impl<'a> Rows<'a> {
                     scaled(codes, le_f32(t), out);
                 }
             }
+            // Lengths were checked with the shape; other types are no format of rows.
+            Format::Ggml(t) => _ = T::blocks(t, codes, out),
+            Format::GgmlExperts(..) => {}
             Format::Mxfp8 => {
                 let scales = self.row_of(self.scales, row, per.scales);
                 for ((codes, out), &s) in codes.chunks_exact(32).zip(out.chunks_exact_mut(32)).zip(scales) {
@@ -319,7 +331,9 @@ impl<'a> Rows<'a> {
                     None => Ok(()),
                 }
             }
+            Format::Ggml(t) => crate::ggml::validate(t, codes, self.shape.k, row),
             Format::Bf16 | Format::Fp16 | Format::Fp32 | Format::Int32 | Format::Int64 => Ok(()),
+            Format::GgmlExperts(..) => Ok(()),
         }
     }
 }
@@ -458,7 +472,7 @@ impl<'a> Encoded<'a> {
     /// # Errors
     /// Not a bank, or no such expert.
     pub fn expert(&self, expert: u64) -> Result<ExpertRecord<'a>, FormatError> {
-        let shape = BankShape::new(self.layout, self.shape)?;
+        let shape = BankShape::of(self.layout, self.format, self.shape)?;
         if expert >= shape.experts {
             let why = "no such expert in the bank";
             return Err(FormatError::Rows {
@@ -485,7 +499,7 @@ impl<'a> Encoded<'a> {
     /// [`FormatError::IllegalWord`] or [`FormatError::Padding`].
     pub fn validate_words(&self) -> Result<(), FormatError> {
         if self.layout.is_bank() {
-            let shape = BankShape::new(self.layout, self.shape)?;
+            let shape = BankShape::of(self.layout, self.format, self.shape)?;
             for e in 0..shape.experts {
                 self.expert(e)?.validate_words().map_err(|err| match err {
                     FormatError::Padding { offset, byte } => {

@@ -8,6 +8,7 @@ use std::ops::Range;
 use crate::encoded::{Real, Rows};
 use crate::error::{FormatError, Place, expect_len};
 use crate::format::Format;
+use crate::ggml::{self, GgmlType};
 use crate::layout::{Layout, Plane, PlaneRole, align_up};
 use crate::scalar::e4m3_is_scale;
 
@@ -46,8 +47,10 @@ impl ExpertMatrix {
 /// Geometry of an expert bank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BankShape {
-    /// `nvfp4_expert_rg16_v1` or `fp8_expert_block128_v1`.
+    /// `nvfp4_expert_rg16_v1`, `fp8_expert_block128_v1` or `ggml_expert_v1`.
     pub layout: Layout,
+    /// Types of gate, up and down in `ggml_expert_v1`.
+    pub types: Option<[GgmlType; 3]>,
     /// Experts.
     pub experts: u64,
     /// Hidden size H: columns of gate and up, rows of down.
@@ -70,6 +73,14 @@ impl BankShape {
             Layout::Nvfp4ExpertRg16V1 => Format::Nvfp4Mul,
             _ => Format::Fp8Block128,
         };
+        Self::of(layout, format, shape)
+    }
+
+    /// As [`BankShape::new`] with the format, on which the records of `ggml_expert_v1` depend.
+    ///
+    /// # Errors
+    /// As [`BankShape::new`]; a format that the layout does not store; rows that are not whole ggml blocks.
+    pub fn of(layout: Layout, format: Format, shape: &[u64]) -> Result<Self, FormatError> {
         let bad = |why| Err(FormatError::Shape { layout, format, shape: shape.to_vec(), why });
         if !layout.is_bank() {
             return bad("the layout is not an expert bank");
@@ -77,9 +88,22 @@ impl BankShape {
         let &[experts, hidden, intermediate] = shape else {
             return bad("an expert bank has shape [experts,hidden,intermediate]");
         };
+        if !layout.stores(format) {
+            return Err(FormatError::Unsupported { layout, format });
+        }
+        let types = if layout == Layout::GgmlExpertV1 { format.expert_types() } else { None };
+        if let Some([gate, up, down]) = types
+            && (hidden % gate.block_len() != 0
+                || hidden % up.block_len() != 0
+                || intermediate % down.block_len() != 0)
+        {
+            return bad("rows must be whole blocks");
+        }
         let sizes = || {
             let elements = hidden.checked_mul(intermediate)?;
-            let record = if layout == Layout::Nvfp4ExpertRg16V1 {
+            let record = if let Some(types) = types {
+                ggml_ranges(types, hidden, intermediate)?[2].end
+            } else if layout == Layout::Nvfp4ExpertRg16V1 {
                 // 144 bytes per 256 values; three matrices.
                 (elements / 256).checked_mul(3 * 144)?
             } else {
@@ -97,7 +121,7 @@ impl BankShape {
         }
         let (record_bytes, stride) =
             sizes().ok_or_else(|| FormatError::Overflow { shape: shape.to_vec() })?;
-        Ok(BankShape { layout, experts, hidden, intermediate, record_bytes, stride })
+        Ok(BankShape { layout, types, experts, hidden, intermediate, record_bytes, stride })
     }
 
     /// Rows and columns of a matrix.
@@ -113,6 +137,17 @@ impl BankShape {
     #[must_use]
     pub fn record(&self, expert: u64) -> Range<u64> {
         expert * self.stride..(expert + 1) * self.stride
+    }
+
+    /// Byte range of a matrix inside a record of `ggml_expert_v1`; empty for other layouts.
+    #[must_use]
+    pub fn blocks(&self, matrix: ExpertMatrix) -> Range<u64> {
+        let ranges = self.types.and_then(|t| ggml_ranges(t, self.hidden, self.intermediate));
+        ranges.map_or(0..0, |[gate, up, down]| match matrix {
+            ExpertMatrix::Gate => gate,
+            ExpertMatrix::Up => up,
+            ExpertMatrix::Down => down,
+        })
     }
 
     /// Planes of the object: records, then (NVFP4) the FP32 `[E,3]` plane of gate, up, down global scales.
@@ -131,6 +166,51 @@ impl BankShape {
     fn tiles(&self) -> usize {
         (self.hidden.div_ceil(128) * self.intermediate.div_ceil(128)) as usize
     }
+}
+
+/// Where the matrices lie in a record: each starts on a multiple of 256. `None` on overflow.
+fn ggml_ranges(types: [GgmlType; 3], h: u64, i: u64) -> Option<[Range<u64>; 3]> {
+    let mut at = 0;
+    let mut next = |t: GgmlType, rows: u64, k: u64| {
+        let start = align_up(at, 256)?;
+        at = start.checked_add(rows.checked_mul(t.row_bytes(k).ok()?)?)?;
+        Some(start..at)
+    };
+    Some([next(types[0], i, h)?, next(types[1], i, h)?, next(types[2], h, i)?])
+}
+
+/// Packs one expert of `ggml_expert_v1` from the blocks of gate, up and down, each row-major as a GGUF file stores them.
+/// `out` is `shape.stride` bytes (padding is zeroed) or `shape.record_bytes`.
+///
+/// # Errors
+/// A buffer of the wrong length, or an illegal scale, named by matrix, row and column.
+pub fn pack_ggml(shape: &BankShape, blocks: [&[u8]; 3], out: &mut [u8]) -> Result<(), FormatError> {
+    let out = record_out(shape, Layout::GgmlExpertV1, out)?;
+    out.fill(0);
+    for (matrix, blocks) in ExpertMatrix::ALL.into_iter().zip(blocks) {
+        let range = shape.blocks(matrix);
+        expect_len("expert ggml blocks", range.end - range.start, blocks.len())?;
+        out[range.start as usize..range.end as usize].copy_from_slice(blocks);
+    }
+    let Some(format) = shape.types.map(Format::ggml_experts) else { return Ok(()) };
+    ExpertRecord { shape: *shape, format, globals: [1.0; 3], bytes: out }.validate_words()
+}
+
+/// Blocks of one matrix of a `ggml_expert_v1` record, in place, and their type.
+///
+/// # Errors
+/// A record of the wrong length, or of another layout.
+pub fn ggml_blocks<'a>(
+    shape: &BankShape,
+    record: &'a [u8],
+    matrix: ExpertMatrix,
+) -> Result<(GgmlType, &'a [u8]), FormatError> {
+    let record = record_in(shape, Layout::GgmlExpertV1, record)?;
+    let Some(types) = shape.types else {
+        return Err(FormatError::Length { what: "expert record", expected: 0, found: record.len() as u64 });
+    };
+    let range = shape.blocks(matrix);
+    Ok((types[matrix.index()], &record[range.start as usize..range.end as usize]))
 }
 
 /// Row-major NVFP4 planes of one matrix `[N,K]` as a checkpoint stores them.
@@ -202,9 +282,13 @@ fn record_out<'a>(shape: &BankShape, layout: Layout, out: &'a mut [u8]) -> Resul
     if shape.layout != layout {
         return Err(FormatError::Shape {
             layout: shape.layout,
-            format: if layout == Layout::Nvfp4ExpertRg16V1 { Format::Nvfp4Mul } else { Format::Fp8Block128 },
+            format: match (shape.types, layout) {
+                (Some(types), _) => Format::ggml_experts(types),
+                (None, Layout::Nvfp4ExpertRg16V1) => Format::Nvfp4Mul,
+                _ => Format::Fp8Block128,
+            },
             shape: vec![shape.experts, shape.hidden, shape.intermediate],
-            why: "the record belongs to the other expert bank layout",
+            why: "the record belongs to another expert bank layout",
         });
     }
     if out.len() as u64 == shape.record_bytes {
@@ -393,7 +477,7 @@ pub struct ExpertRecord<'a> {
 }
 
 impl<'a> ExpertRecord<'a> {
-    /// Wraps a record. `format` is `nvfp4`, `nvfp4_mul` or `fp8_e4m3fn_block128_f32`; `globals` = gate, up, down
+    /// Wraps a record. `format` is `nvfp4`, `nvfp4_mul`, `fp8_e4m3fn_block128_f32` or one of `ggml_`; `globals` = gate, up, down
     /// divisors or multipliers (ignored for FP8); `bytes` holds `record_bytes` or `stride` bytes.
     ///
     /// # Errors
@@ -460,6 +544,11 @@ impl<'a> ExpertRecord<'a> {
         if k == 0 {
             return Ok(());
         }
+        if self.shape.types.is_some() {
+            let (ty, blocks) = ggml_blocks(&self.shape, self.bytes, matrix)?;
+            let per = ty.row_bytes(k)?;
+            return T::blocks(ty, &blocks[(rows.start * per) as usize..(rows.end * per) as usize], out);
+        }
         let k = k as usize;
         let (mut codes, mut scales) = (vec![0; k / 2], vec![0; k / 16]);
         let global = self.globals[matrix.index()].to_le_bytes();
@@ -484,6 +573,15 @@ impl<'a> ExpertRecord<'a> {
         for matrix in ExpertMatrix::ALL {
             let (n, k) = self.shape.matrix(matrix);
             let part = format!("{} ", matrix.name());
+            if self.shape.types.is_some() {
+                let (ty, blocks) = ggml_blocks(&self.shape, self.bytes, matrix)?;
+                if k > 0 {
+                    ggml::validate(ty, blocks, k, 0).map_err(|e| e.within(&part))?;
+                }
+                let end = self.shape.blocks(matrix).end as usize;
+                gaps.push(end..end.next_multiple_of(256).min(self.shape.record_bytes as usize).max(end));
+                continue;
+            }
             if self.format == Format::Fp8Block128 {
                 let (codes, scales) = fp8_planes(&self.shape, self.bytes, matrix)?;
                 Rows::new(Layout::Block128ScaleV1, self.format, &[n, k], 0..n, codes, &[], scales, &[])?

@@ -1,6 +1,10 @@
 //! Names of the numeric formats: what a stored word means.
 
+use std::collections::HashMap;
+use std::sync::{Mutex, OnceLock};
+
 use crate::error::FormatError;
+use crate::ggml::GgmlType;
 
 /// A numeric format. Names are those of the container (`Display`, `FromStr`); their meaning never changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -36,6 +40,11 @@ pub enum Format {
     Fp8Block128,
     /// `mxfp8_e4m3fn_e8m0`: E4M3 codes, E8M0 scale per 32 along K.
     Mxfp8,
+    /// `ggml_<type>`: blocks of a GGUF file, word for word; a block type.
+    Ggml(GgmlType),
+    /// `ggml_<gate>+<up>+<down>`: an expert bank whose three matrices are of different types. Made by
+    /// [`Format::ggml_experts`], so that equal types have one name only.
+    GgmlExperts(GgmlType, GgmlType, GgmlType),
 }
 
 /// Parameters of a groupwise integer format.
@@ -52,7 +61,7 @@ pub struct GroupSpec {
 }
 
 impl Format {
-    /// Every format, in the order of the documentation.
+    /// Every format with a fixed name, in the order of the documentation; the `ggml_` formats are beside them.
     pub const ALL: [Format; 15] = [
         Format::Bf16,
         Format::Fp16,
@@ -90,6 +99,38 @@ impl Format {
             Format::Fp8Tensor => "fp8_e4m3fn_tensor_f32",
             Format::Fp8Block128 => "fp8_e4m3fn_block128_f32",
             Format::Mxfp8 => "mxfp8_e4m3fn_e8m0",
+            Format::Ggml(..) | Format::GgmlExperts(..) => self.interned(),
+        }
+    }
+
+    /// Names of ggml formats are put together once and kept: there are 25 types, and 25^3 expert banks at most.
+    fn interned(self) -> &'static str {
+        static NAMES: OnceLock<Mutex<HashMap<Format, &'static str>>> = OnceLock::new();
+        let lower = |t: GgmlType| t.name().to_ascii_lowercase();
+        let mut names = NAMES.get_or_init(Mutex::default).lock().unwrap_or_else(|e| e.into_inner());
+        names.entry(self).or_insert_with(|| {
+            let name = match self {
+                Format::Ggml(t) => format!("ggml_{}", lower(t)),
+                Format::GgmlExperts(a, b, c) => format!("ggml_{}+{}+{}", lower(a), lower(b), lower(c)),
+                other => other.name().to_owned(),
+            };
+            Box::leak(name.into_boxed_str())
+        })
+    }
+
+    /// The format of an expert bank with these types of gate, up and down.
+    #[must_use]
+    pub fn ggml_experts([gate, up, down]: [GgmlType; 3]) -> Self {
+        if gate == up && up == down { Format::Ggml(gate) } else { Format::GgmlExperts(gate, up, down) }
+    }
+
+    /// Types of gate, up and down of an expert bank in a ggml format; `None` for other formats.
+    #[must_use]
+    pub fn expert_types(self) -> Option<[GgmlType; 3]> {
+        match self {
+            Format::Ggml(t) => Some([t; 3]),
+            Format::GgmlExperts(a, b, c) => Some([a, b, c]),
+            _ => None,
         }
     }
 
@@ -131,6 +172,8 @@ impl Format {
             Format::Fp8Row | Format::Fp8Tensor => 8.0,
             Format::Fp8Block128 => 8.0 + 32.0 / 16384.0,
             Format::Mxfp8 => 8.25,
+            Format::Ggml(t) => t.bits(),
+            Format::GgmlExperts(a, b, c) => (a.bits() + b.bits() + c.bits()) / 3.0,
         }
     }
 }
@@ -145,12 +188,25 @@ impl std::str::FromStr for Format {
     type Err = FormatError;
 
     fn from_str(name: &str) -> Result<Self, FormatError> {
-        Format::ALL.into_iter().find(|f| f.name() == name).ok_or_else(|| FormatError::UnknownName {
+        let fixed = Format::ALL.into_iter().find(|f| f.name() == name);
+        fixed.or_else(|| ggml_from_name(name)).ok_or_else(|| FormatError::UnknownName {
             kind: "format",
             name: name.to_owned(),
-            known: Format::ALL.map(Format::name).join(", "),
+            known: format!("{}, ggml_<type of blocks>", Format::ALL.map(Format::name).join(", ")),
         })
     }
+}
+
+fn ggml_from_name(name: &str) -> Option<Format> {
+    let types = name.strip_prefix("ggml_")?.split('+').map(|t| t.parse::<GgmlType>().ok());
+    let types: Vec<GgmlType> = types.collect::<Option<_>>()?;
+    let format = match types[..] {
+        [t] => Format::Ggml(t),
+        [a, b, c] => Format::ggml_experts([a, b, c]),
+        _ => return None,
+    };
+    // One spelling each: lower case, and equal types written once.
+    (types.iter().all(|t| t.is_block()) && format.name() == name).then_some(format)
 }
 
 #[cfg(test)]
@@ -161,6 +217,29 @@ mod tests {
     fn names_round_trip() {
         for format in Format::ALL {
             assert_eq!(format.name().parse::<Format>().unwrap(), format);
+        }
+        for format in [
+            Format::Ggml(GgmlType::Iq3S),
+            Format::ggml_experts([GgmlType::Iq3S, GgmlType::Iq3S, GgmlType::Iq4Nl]),
+            Format::ggml_experts([GgmlType::Q8_0; 3]),
+        ] {
+            assert_eq!(format.name().parse::<Format>().unwrap(), format);
+        }
+        assert_eq!(Format::Ggml(GgmlType::Q4K).name(), "ggml_q4_k");
+        assert_eq!(
+            Format::ggml_experts([GgmlType::Iq3S, GgmlType::Iq3S, GgmlType::Iq4Nl]).name(),
+            "ggml_iq3_s+iq3_s+iq4_nl"
+        );
+        for bad in [
+            "ggml_",
+            "ggml_f32",
+            "ggml_Q8_0",
+            "ggml_q8_0+q8_0+q8_0",
+            "ggml_q8_0+q4_0",
+            "ggml_q8_k",
+            "ggml_q4_2",
+        ] {
+            assert!(bad.parse::<Format>().is_err(), "{bad}");
         }
         let err = "q3_g64".parse::<Format>().unwrap_err().to_string();
         assert!(err.contains("q3_g64") && err.contains("q4_g64_fp16"), "{err}");

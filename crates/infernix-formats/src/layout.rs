@@ -30,6 +30,10 @@ pub enum Layout {
     RowScaleK32V1,
     /// `nvfp4_expert_rg16_v1`: one 4 KiB-aligned NVFP4 record per expert, units of 16 rows x 16 columns.
     Nvfp4ExpertRg16V1,
+    /// `ggml_rows_v1`: rows of whole ggml blocks, one after the other.
+    GgmlRowsV1,
+    /// `ggml_expert_v1`: one 4 KiB-aligned record of ggml blocks per expert.
+    GgmlExpertV1,
     /// `raw_bytes_v1`: a resource, byte for byte. Not for tensors.
     RawBytesV1,
 }
@@ -70,7 +74,7 @@ impl Plane {
 
 impl Layout {
     /// Every layout, in the order of the documentation.
-    pub const ALL: [Layout; 11] = [
+    pub const ALL: [Layout; 13] = [
         Layout::ContiguousLeV1,
         Layout::RowSplitK128V1,
         Layout::BlockScaleK16M128x4V1,
@@ -81,6 +85,8 @@ impl Layout {
         Layout::RowScaleK32V1,
         Layout::Nvfp4ExpertRg16V1,
         Layout::Fp8ExpertBlock128V1,
+        Layout::GgmlRowsV1,
+        Layout::GgmlExpertV1,
         Layout::RawBytesV1,
     ];
 
@@ -98,6 +104,8 @@ impl Layout {
             Layout::Fp8ExpertBlock128V1 => "fp8_expert_block128_v1",
             Layout::RowScaleK32V1 => "row_scale_k32_v1",
             Layout::Nvfp4ExpertRg16V1 => "nvfp4_expert_rg16_v1",
+            Layout::GgmlRowsV1 => "ggml_rows_v1",
+            Layout::GgmlExpertV1 => "ggml_expert_v1",
             Layout::RawBytesV1 => "raw_bytes_v1",
         }
     }
@@ -107,7 +115,7 @@ impl Layout {
     pub fn alignment(self) -> u64 {
         match self {
             Layout::RawBytesV1 => 1,
-            Layout::Nvfp4ExpertRg16V1 | Layout::Fp8ExpertBlock128V1 => 4096,
+            _ if self.is_bank() => 4096,
             _ => 256,
         }
     }
@@ -115,7 +123,7 @@ impl Layout {
     /// Whether the object is a sequence of expert records (shape `[E,H,I]`).
     #[must_use]
     pub fn is_bank(self) -> bool {
-        matches!(self, Layout::Nvfp4ExpertRg16V1 | Layout::Fp8ExpertBlock128V1)
+        matches!(self, Layout::Nvfp4ExpertRg16V1 | Layout::Fp8ExpertBlock128V1 | Layout::GgmlExpertV1)
     }
 
     /// Whether the layout stores `format`.
@@ -132,6 +140,8 @@ impl Layout {
             Layout::TensorScaleV1 => format == Format::Fp8Tensor,
             Layout::Block128ScaleV1 | Layout::Fp8ExpertBlock128V1 => format == Format::Fp8Block128,
             Layout::RowScaleK32V1 => format == Format::Mxfp8,
+            Layout::GgmlRowsV1 => matches!(format, Format::Ggml(t) if t.is_block()),
+            Layout::GgmlExpertV1 => format.expert_types().is_some_and(|t| t.iter().all(|t| t.is_block())),
             Layout::RawBytesV1 => false,
         }
     }
@@ -215,7 +225,13 @@ fn check_shape(layout: Layout, format: Format, shape: &[u64]) -> Result<RowShape
                 return bad("the shape must be [..,N,K]");
             }
         }
-        Layout::Nvfp4ExpertRg16V1 | Layout::Fp8ExpertBlock128V1 => {
+        Layout::GgmlRowsV1 => {
+            let Format::Ggml(t) = format else { return bad("the format has no blocks") };
+            if shape.is_empty() || rs.k % t.block_len() != 0 {
+                return bad("rows must be whole blocks");
+            }
+        }
+        Layout::Nvfp4ExpertRg16V1 | Layout::Fp8ExpertBlock128V1 | Layout::GgmlExpertV1 => {
             if shape.len() != 3 {
                 return bad("an expert bank has shape [experts,hidden,intermediate]");
             }
@@ -262,6 +278,7 @@ pub(crate) fn row_bytes(format: Format, k: u64) -> RowBytes {
         Format::Nvfp4 | Format::Nvfp4Mul => RowBytes { codes: k / 2, high: 0, scales: k / 16 },
         Format::Fp8Row => RowBytes { codes: k, high: 0, scales: 2 },
         Format::Mxfp8 => RowBytes { codes: k, high: 0, scales: k / 32 },
+        Format::Ggml(t) => RowBytes { codes: k / t.block_len() * t.block_bytes(), high: 0, scales: 0 },
         _ => RowBytes { codes: k, high: 0, scales: 0 },
     }
 }
@@ -283,7 +300,7 @@ pub(crate) fn tile_rows(rs: &RowShape, rows: &Range<u64>) -> Range<u64> {
 pub fn planes(layout: Layout, format: Format, shape: &[u64]) -> Result<Vec<Plane>, FormatError> {
     let rs = check_shape(layout, format, shape)?;
     if layout.is_bank() {
-        return BankShape::new(layout, shape)?.planes();
+        return BankShape::of(layout, format, shape)?.planes();
     }
     plane_list(layout, format, &rs, shape)
 }
@@ -311,7 +328,7 @@ fn plane_list(
         push(PlaneRole::HighBits, rs.rows.checked_mul(per.high), 256)?;
     }
     match layout {
-        Layout::ContiguousLeV1 => {}
+        Layout::ContiguousLeV1 | Layout::GgmlRowsV1 => {}
         Layout::TensorScaleV1 => push(PlaneRole::GlobalScale, Some(4), 256)?,
         Layout::Block128ScaleV1 => {
             let tiles = tile_rows(rs, &(0..rs.rows)).end.checked_mul(rs.k.div_ceil(128));

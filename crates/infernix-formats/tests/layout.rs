@@ -53,7 +53,7 @@ fn alignments() {
     for layout in Layout::ALL {
         let want = match layout {
             Layout::RawBytesV1 => 1,
-            Layout::Nvfp4ExpertRg16V1 | Layout::Fp8ExpertBlock128V1 => 4096,
+            Layout::Nvfp4ExpertRg16V1 | Layout::Fp8ExpertBlock128V1 | Layout::GgmlExpertV1 => 4096,
             _ => 256,
         };
         assert_eq!(layout.alignment(), want);
@@ -175,4 +175,45 @@ proptest! {
             prop_assert!(pair[1].offset % 256 == 0 || pair[1].role == PlaneRole::GlobalScale);
         }
     }
+}
+
+#[test]
+fn ggml_rows_and_records_are_the_blocks_of_the_file() {
+    use infernix_formats::expert_bank::{ExpertMatrix, ggml_blocks, pack_ggml};
+    use infernix_formats::ggml::GgmlType as G;
+    let q8 = Format::Ggml(G::Q8_0);
+    assert_eq!(size(Layout::GgmlRowsV1, q8, &[3, 64]), 3 * 68);
+    assert_eq!(size(Layout::GgmlRowsV1, q8, &[64]), 68);
+    assert!(encoded_size(Layout::GgmlRowsV1, q8, &[3, 48]).is_err());
+    assert!(encoded_size(Layout::GgmlRowsV1, Format::Bf16, &[3, 64]).is_err());
+    // Flash-Next: gate and up IQ3_S, down IQ4_NL.
+    let mixed = Format::ggml_experts([G::Iq3S, G::Iq3S, G::Iq4Nl]);
+    let real = BankShape::of(Layout::GgmlExpertV1, mixed, &[512, 2560, 640]).unwrap();
+    assert_eq!(real.record_bytes, 1_408_000 + 921_600);
+    assert_eq!(real.stride, 2_330_624);
+    assert!(BankShape::of(Layout::GgmlExpertV1, Format::Ggml(G::Iq3S), &[2, 256, 64]).is_err());
+
+    let format = Format::ggml_experts([G::Q8_0, G::Q4_0, G::Q8_0]);
+    let shape = BankShape::of(Layout::GgmlExpertV1, format, &[2, 64, 32]).unwrap();
+    let words = |n: u64, s: u8| (0..n).map(|i| (i as u8).wrapping_mul(s) & 0x3F).collect::<Vec<u8>>();
+    let (gate, up, down) = (words(32 * 68, 3), words(32 * 36, 5), words(64 * 34, 7));
+    let mut bytes = Vec::new();
+    for e in 0..2 {
+        let mut record = vec![0xFF; shape.stride as usize];
+        pack_ggml(&shape, [&gate, &up, &down], &mut record).unwrap();
+        let (ty, blocks) = ggml_blocks(&shape, &record, ExpertMatrix::Up).unwrap();
+        assert_eq!((ty, blocks), (G::Q4_0, &up[..]), "expert {e}");
+        bytes.extend(record);
+    }
+    let encoded = Encoded::new(Layout::GgmlExpertV1, format, &[2, 64, 32], &bytes).unwrap();
+    encoded.validate_words().unwrap();
+    let (mut found, mut expected) = (vec![0f32; 2 * 32], vec![0f32; 64 * 32]);
+    encoded.expert(1).unwrap().decode_f32(ExpertMatrix::Down, 5..7, &mut found).unwrap();
+    infernix_formats::ggml::decode_f32(G::Q8_0, &down, &mut expected).unwrap();
+    assert_eq!(found, expected[5 * 32..7 * 32]);
+    let last = bytes.len() - 1;
+    bytes[last] = 1;
+    assert!(
+        Encoded::new(Layout::GgmlExpertV1, format, &[2, 64, 32], &bytes).unwrap().validate_words().is_err()
+    );
 }

@@ -5,12 +5,15 @@
 //! the page cache. Arrays of the metadata (vocabularies) stay in the file until they are asked for. `docs/gguf.md` lists
 //! what is read and what is refused.
 
+mod config;
 mod cursor;
 mod header;
 pub mod names;
 mod quirks;
 mod split;
+mod tokenizer;
 mod value;
+pub(crate) mod view;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -167,6 +170,23 @@ impl Gguf {
     /// The metadata of the first file.
     pub fn metadata(&self) -> &Metadata {
         &self.metadata
+    }
+
+    /// `config.json` as the model's keys give it, with the class and the types that its source had.
+    ///
+    /// # Errors
+    /// Another architecture; keys that are missing, of another type or contradict each other.
+    pub fn config(&self) -> Result<serde_json::Value, CheckpointError> {
+        config::config(self)
+    }
+
+    /// A file of the source, generated from the keys: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` or
+    /// `generation_config.json`; `None` for others, and where the model lacks the keys.
+    ///
+    /// # Errors
+    /// A tokenizer of another kind; keys of another type; what reading meets.
+    pub fn generated_file(&self, name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
+        tokenizer::file(self, name)
     }
 
     /// Every tensor, in the order of files and offsets: the order to stream them in.

@@ -2,8 +2,8 @@
 
 use infernix_artifact::Object;
 use infernix_checkpoint::SourceTensor;
-use infernix_formats::Layout;
-use infernix_formats::expert_bank::{BankShape, ExpertMatrix, fp8_planes, unpack_nvfp4};
+use infernix_formats::expert_bank::{BankShape, ExpertMatrix, fp8_planes, ggml_blocks, unpack_nvfp4};
+use infernix_formats::{Format, Layout};
 
 use super::Context;
 use super::map::expert_tensor;
@@ -11,7 +11,7 @@ use super::rows::Words;
 use super::tally::Mismatch;
 use crate::ConvertError;
 use crate::fill::{floats, widened};
-use crate::sources::{WeightRef, stored_format};
+use crate::sources::WeightRef;
 
 fn expert<'c>(
     context: &Context<'c>,
@@ -33,11 +33,19 @@ pub(super) fn compare(
     let object = &context.artifact.directory().objects[object];
     let failed = |source| ConvertError::Format { what: object.id.clone(), source: Box::new(source) };
     let Ok(layout) = object.layout().parse::<Layout>() else { return Ok(()) };
-    let shape = BankShape::new(layout, object.shape().unwrap_or_default()).map_err(failed)?;
+    let Some(format) = object.format().and_then(|f| f.parse::<Format>().ok()) else { return Ok(()) };
+    let shape = BankShape::of(layout, format, object.shape().unwrap_or_default()).map_err(failed)?;
     let nvfp4 = layout == Layout::Nvfp4ExpertRg16V1;
     let first = expert(context, source, prefix, 0, ExpertMatrix::Gate)?;
-    let own = stored_format(first.scheme());
-    if own.map(|f| f.name()) != object.format() {
+    let mut own = first.scheme().format();
+    if let (Some(Format::Ggml(gate)), Some(Format::Ggml(up)), Some(Format::Ggml(down))) = (
+        own,
+        expert(context, source, prefix, 0, ExpertMatrix::Up)?.scheme().format(),
+        expert(context, source, prefix, 0, ExpertMatrix::Down)?.scheme().format(),
+    ) {
+        own = Some(Format::ggml_experts([gate, up, down]));
+    }
+    if own != Some(format) {
         context.tally.problem(format!(
             "object {}: {} records, the source's experts are {}",
             object.id,
@@ -62,7 +70,13 @@ pub(super) fn compare(
             read(&weight, Some(p.weight), &mut source_codes)?;
             read(&weight, p.scale, &mut source_scales)?;
             let scale_name = p.scale.map_or("", |t| &t.name);
-            if nvfp4 {
+            if layout == Layout::GgmlExpertV1 {
+                let (ty, blocks) = ggml_blocks(&shape, &record, matrix).map_err(failed)?;
+                let (size, values) = (ty.block_bytes(), ty.block_len());
+                let (unit, per_row) = (size as usize, k / values);
+                let word = Words { tensor: &p.weight.name, unit, columns: values, per_row, first_row: 0 };
+                wrong += word.compare(context, &source_codes, blocks);
+            } else if nvfp4 {
                 codes.resize((rows * k / 2) as usize, 0);
                 scales.resize((rows * k / 16) as usize, 0);
                 unpack_nvfp4(&shape, &record, matrix, &mut codes, &mut scales).map_err(failed)?;
@@ -125,6 +139,21 @@ pub(super) fn compare_input_scales(
         let (e, matrix) = (at as u64 / 3, ExpertMatrix::ALL[at % 3]);
         compare_scale(context, &expert(context, source, prefix, e, matrix)?, *found)?;
     }
+    Ok(())
+}
+
+/// The order of a weight's columns.
+pub(super) fn compare_columns(
+    context: &Context<'_>,
+    object: usize,
+    weight: &WeightRef,
+) -> Result<(), ConvertError> {
+    let object = &context.artifact.directory().objects[object];
+    let stored = read_object(context, object)?;
+    let weight = context.sources.weight(weight)?;
+    let expected = crate::fill::input_columns(&weight);
+    Words { tensor: &object.id, unit: 4, columns: 1, per_row: weight.row_len(), first_row: 0 }
+        .compare(context, &expected, &stored);
     Ok(())
 }
 

@@ -52,6 +52,7 @@ pub(crate) enum Task {
     Bank { object: usize, source: usize, prefix: String },
     InputScales { object: usize, source: usize, prefix: String },
     InputScale { object: usize, weight: WeightRef },
+    InputColumns { object: usize, weight: WeightRef },
     Tensor { object: usize, source: usize, name: String },
     Resource { object: usize, component: Component, role: String },
     Proposal { head: usize, ids: usize, weight: WeightRef, target: usize },
@@ -79,6 +80,7 @@ impl Task {
             | Task::Bank { object, .. }
             | Task::InputScales { object, .. }
             | Task::InputScale { object, .. }
+            | Task::InputColumns { object, .. }
             | Task::Tensor { object, .. }
             | Task::Resource { object, .. }
             | Task::Proposal { head: object, .. } => *object,
@@ -100,6 +102,7 @@ impl Task {
                 super::bank::compare_input_scales(context, *object, *source, prefix)
             }
             Task::InputScale { object, weight } => super::bank::compare_input_scale(context, *object, weight),
+            Task::InputColumns { object, weight } => super::bank::compare_columns(context, *object, weight),
             Task::Tensor { object, source, name } => {
                 super::rows::compare_tensor(context, *object, *source, name)
             }
@@ -117,11 +120,10 @@ fn resource(
     component: Component,
     role: &str,
 ) -> Result<(), ConvertError> {
-    let list = context.sources.list();
-    let source = list.iter().find(|s| s.spec.role == "resources").unwrap_or(&list[0]);
+    let source = context.sources.resources(component);
     let stored = context.artifact.resource(component.name(), role)?;
     let name = context.artifact.directory().objects[object].id.clone();
-    let Some(bytes) = source.checkpoint.file_bytes(role)? else {
+    let Some(bytes) = source.file_bytes(role)? else {
         context.tally.problem(format!("{name}: the checkpoint has no {role}"));
         return Ok(());
     };
@@ -429,11 +431,12 @@ impl Builder<'_> {
         let list = parameters(config, &name_style(self.context.sources), components);
         let by_name: BTreeMap<&str, &Parameter> = list.iter().map(|p| (p.name.as_str(), p)).collect();
         let mut seen = BTreeSet::new();
-        let mut scaled = BTreeSet::new();
+        let (mut scaled, mut ordered) = (BTreeSet::new(), BTreeSet::new());
         for one in &self.directory.uses {
-            for object in one.auxiliaries.values() {
+            for (auxiliary, object) in &one.auxiliaries {
                 let Some(&index) = self.ids.get(object.as_str()) else { continue };
-                scaled.insert(one.parameter.as_str());
+                let columns = auxiliary == "input_columns";
+                if columns { &mut ordered } else { &mut scaled }.insert(one.parameter.as_str());
                 let Some(Source::Tensor { name, .. }) =
                     by_name.get(one.parameter.as_str()).map(|p| &p.source)
                 else {
@@ -451,12 +454,27 @@ impl Builder<'_> {
                 };
                 if seen.insert((index, weight.name().to_owned())) {
                     let weight = WeightRef { source, name: weight.name().to_owned() };
-                    self.map.tasks.push(Task::InputScale { object: index, weight });
+                    self.map.tasks.push(if columns {
+                        Task::InputColumns { object: index, weight }
+                    } else {
+                        Task::InputScale { object: index, weight }
+                    });
                 }
             }
         }
-        // Every scale of the checkpoint must have been kept.
+        // Every scale of the checkpoint must have been kept, and every order of columns that blocks keep.
         for p in &list {
+            if let Source::Tensor { name, .. } = &p.source
+                && let Some((_, weight)) =
+                    self.context.sources.locate(name, p.component, self.role(p).as_deref(), false)?
+                && weight.stored_columns().is_some()
+                && self.is_stored_as_blocks(&p.name)
+                && !ordered.contains(p.name.as_str())
+            {
+                self.map
+                    .problems
+                    .push(format!("{}: the order of its columns is not in the artifact", p.name));
+            }
             if let Source::Tensor { name, .. } = &p.source
                 && let Some((_, weight)) =
                     self.context.sources.locate(name, p.component, self.role(p).as_deref(), false)?
@@ -471,6 +489,17 @@ impl Builder<'_> {
         Ok(())
     }
 
+    /// Whether a parameter lies in blocks of a GGUF file.
+    fn is_stored_as_blocks(&self, name: &str) -> bool {
+        let Some(binding) = self.directory.bindings.get(name) else { return false };
+        let size = |id: &str| self.ids.get(id).map_or(0, |&i| self.directory.objects[i].elements());
+        let parts = binding.parts(size);
+        let object = |id: &str| self.ids.get(id).map(|&i| &self.directory.objects[i]);
+        parts.iter().any(|p| {
+            object(p.object.as_str()).and_then(|o| o.format()).is_some_and(|f| f.starts_with("ggml_"))
+        })
+    }
+
     fn resources(&mut self) {
         for (component, names) in RESOURCES {
             let Some(record) = self.directory.components.get(component.name()) else { continue };
@@ -479,10 +508,10 @@ impl Builder<'_> {
                     self.map.tasks.push(Task::Resource { object, component, role: role.clone() });
                 }
             }
-            let list = self.context.sources.list();
-            let source = list.iter().find(|s| s.spec.role == "resources").unwrap_or(&list[0]);
+            let source = self.context.sources.resources(component);
             for name in names {
-                if !record.resources.contains_key(*name) && source.checkpoint.folder().join(name).exists() {
+                let there = source.file_bytes(name).is_ok_and(|b| b.is_some());
+                if !record.resources.contains_key(*name) && there {
                     self.map
                         .problems
                         .push(format!("resource {name} of the checkpoint is not in the artifact"));

@@ -14,7 +14,7 @@ use crate::ConvertError;
 use crate::fill::{encode_rows, floats, rounded, widened};
 use crate::plan::view_rows;
 use crate::recipe::Method;
-use crate::sources::{WeightRef, stored_format};
+use crate::sources::WeightRef;
 
 /// Format and layout of an object; a problem where they are unknown.
 fn known(context: &Context<'_>, object: &Object) -> Option<(Format, Layout)> {
@@ -105,7 +105,7 @@ pub(super) fn compare(
         }
         next = next.max(run.object_begin + run.len);
         let weight = context.sources.weight(&run.weight)?;
-        let own = stored_format(weight.scheme());
+        let own = weight.scheme().format();
         if format.direct_bytes().is_some() {
             direct(context, object, format, own, &weight, run)?;
         } else {
@@ -397,7 +397,7 @@ fn words(
                 .compare(context, &widened(dtype, &scales), &stored.planes.scales);
         }
         Scheme::Fp8Tensor { .. } => global = true,
-        Scheme::Plain(_) => {}
+        Scheme::Plain(_) | Scheme::Ggml(_) => {}
         _ => context.tally.problem(format!("{}: {} is unknown here", weight.name(), weight.scheme())),
     }
     if global {
@@ -552,7 +552,7 @@ pub(super) fn compare_proposal(
             .problem("proposal/token_ids: ids are not distinct tokens, one a row of proposal/head".into());
         return Ok(());
     }
-    let own = stored_format(source.scheme());
+    let own = source.scheme().format();
     for (row, id) in (0u64..).zip(&list) {
         context.interrupt.check()?;
         let run =

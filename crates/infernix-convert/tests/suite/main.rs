@@ -9,6 +9,7 @@ mod bad_input;
 mod common;
 mod demo;
 mod fixtures;
+mod gguf;
 mod proof;
 mod recipes;
 mod resume;

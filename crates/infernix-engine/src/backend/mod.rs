@@ -138,6 +138,24 @@ pub trait Backend: Sized {
     /// Takes a matrix or vector. Keeps the words (repacking at most once); never rounds a value.
     fn weight(&mut self, spec: &WeightSpec, data: WeightData) -> Result<Self::Weight, EngineError>;
 
+    /// Takes a matrix whose stored column i multiplies activation element `columns[i]`, a permutation of 0..K: blocks of
+    /// a GGUF file that keep its order of value heads. Backends without it refuse such a matrix.
+    fn gathered(
+        &mut self,
+        spec: &WeightSpec,
+        _data: WeightData,
+        _columns: Vec<u32>,
+    ) -> Result<Self::Weight, EngineError> {
+        Err(EngineError::Weight {
+            name: spec.name.clone(),
+            what: format!(
+                "its blocks keep the order of heads of their GGUF file, which the {} backend does not read; use --backend cpu, \
+                 or convert with a recipe that re-quantizes it",
+                self.name()
+            ),
+        })
+    }
+
     /// Takes the routed experts of a layer.
     fn experts_weight(&mut self, spec: &ExpertSpec, data: ExpertData) -> Result<Self::Experts, EngineError>;
 

@@ -128,6 +128,30 @@ impl WeightSource for ArtifactSource {
         Some(value[0])
     }
 
+    fn input_columns(&self, name: &str) -> Result<Option<Vec<u32>>, EngineError> {
+        let uses = self.artifact.directory().uses.iter().filter(|u| u.parameter == name);
+        let Some(id) = uses.filter_map(|u| u.auxiliaries.get("input_columns")).next() else {
+            return Ok(None);
+        };
+        let part = self.part(name, id, None)?;
+        let bad =
+            || EngineError::Weight { name: name.to_owned(), what: format!("object {id} holds no columns") };
+        if part.format != Format::Int32 {
+            return Err(bad());
+        }
+        let words = (*part.bytes).as_ref().as_chunks::<4>().0;
+        let columns: Vec<u32> = words.iter().map(|w| u32::from_le_bytes(*w)).collect();
+        // A permutation: each column once.
+        let mut seen = vec![false; columns.len()];
+        for c in &columns {
+            match seen.get_mut(*c as usize) {
+                Some(s) if !*s => *s = true,
+                _ => return Err(bad()),
+            }
+        }
+        Ok(Some(columns))
+    }
+
     fn default_expert_activation(&self) -> u32 {
         let directory = self.artifact.directory();
         let of = |map: Option<&serde_json::Map<String, serde_json::Value>>| {

@@ -159,7 +159,16 @@ impl<B: Backend> Loader<'_, B> {
     fn matrix(&mut self, name: &str, shape: &[usize], usage: Use) -> Result<B::Weight, EngineError> {
         let data = self.bind.take(name, shape)?;
         let spec = self.spec(name, &[name], &data, usage);
-        self.backend.weight(&spec, data)
+        match self.bind.source().input_columns(name)? {
+            None => self.backend.weight(&spec, data),
+            Some(columns) if Some(&columns.len()) == shape.last() => {
+                self.backend.gathered(&spec, data, columns)
+            }
+            Some(columns) => Err(EngineError::Weight {
+                name: name.to_owned(),
+                what: format!("an order of {} columns for shape {shape:?}", columns.len()),
+            }),
+        }
     }
 
     fn vector(&mut self, name: String, n: usize) -> Result<B::Weight, EngineError> {

@@ -28,6 +28,12 @@ pub trait WeightSource {
         None
     }
 
+    /// For each stored column of a linear the activation element that it multiplies, where blocks keep another order than
+    /// the model's.
+    fn input_columns(&self, _name: &str) -> Result<Option<Vec<u32>>, EngineError> {
+        Ok(None)
+    }
+
     /// Bits of expert activations that the checkpoint specifies (4, 8 or 16).
     fn default_expert_activation(&self) -> u32 {
         16

@@ -3,6 +3,7 @@
 use super::blocks::{BLOCK, BlockFile, Blocks};
 use crate::error::EngineError;
 use infernix_artifact::ngram::{RowFormat, Volume};
+use infernix_formats::ggml::{self, GgmlType};
 use infernix_formats::scalar::{bf16_to_f32, e2m1_to_f32, e4m3_to_f32};
 use std::cell::RefCell;
 
@@ -92,8 +93,8 @@ impl VolumeRows {
         scales: Vec<(u64, f32)>,
     ) -> Result<Self, EngineError> {
         let error = |what: String| EngineError::Ngram(format!("{}: {what}", volume.path().display()));
-        let known = RowFormat::from_name(format).filter(|f| *f != RowFormat::GgmlIq4Nl);
-        let known = known.ok_or_else(|| error(format!("row format {format} is not supported")))?;
+        let known = RowFormat::from_name(format)
+            .ok_or_else(|| error(format!("row format {format} is not supported")))?;
         let bytes = known.row_bytes(width as u32);
         let found = volume.geometry().row_bytes;
         if bytes != Some(found) {
@@ -159,6 +160,8 @@ fn decode(format: RowFormat, scale: f32, bytes: &[u8], out: &mut [f32]) {
                 *o = bf16_to_f32(u16::from_le_bytes([b[0], b[1]]));
             }
         }
+        // Whole blocks: the row's length was compared with the format's when the volume was opened.
+        RowFormat::GgmlIq4Nl => _ = ggml::decode_f32(GgmlType::Iq4Nl, bytes, out),
         RowFormat::Fp8E4m3fn => {
             for (o, b) in out.iter_mut().zip(bytes) {
                 *o = e4m3_to_f32(*b) * scale;
@@ -193,6 +196,11 @@ mod tests {
         assert_eq!(out[..2], [2.0, 4.0]);
         decode(RowFormat::Nvfp4, 2.0, &row, &mut out);
         assert_eq!(out[..2], [0.5, 1.0]);
+        let mut row = vec![0x80u8; 18];
+        row[..2].copy_from_slice(&0x3800u16.to_le_bytes());
+        let mut out = [0f32; 32];
+        decode(RowFormat::GgmlIq4Nl, 1.0, &row, &mut out);
+        assert_eq!((out[0], out[16]), (-63.5, 0.5));
     }
 
     #[test]

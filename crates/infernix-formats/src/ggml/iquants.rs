@@ -17,8 +17,8 @@ fn even_signs(seven: u32) -> u8 {
 #[inline]
 fn signed<T: Value, const D: usize>(out: &mut [T], point: [i8; D], scale: f32, signs: u8) {
     for (j, (o, p)) in out.iter_mut().zip(point).enumerate() {
-        let v = scale * f32::from(p);
-        *o = T::of(if (signs >> j) & 1 == 1 { -v } else { v });
+        let p = f32::from(p);
+        *o = T::scaled(scale, if (signs >> j) & 1 == 1 { -p } else { p });
     }
 }
 
@@ -91,7 +91,7 @@ pub(super) fn iq3_s<T: Value>(b: &[u8], out: &mut [T]) {
 fn shifted<T: Value>(out: &mut [T], number: usize, scale: f32, down: bool) {
     let shift = if down { -0.125 } else { 0.125 };
     for (o, p) in out.iter_mut().zip(IQ1[number]) {
-        *o = T::of(scale * (f32::from(p) + shift));
+        *o = T::scaled(scale, f32::from(p) + shift);
     }
 }
 
@@ -133,8 +133,8 @@ const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 3
 #[inline]
 fn levels<T: Value>(q: &[u8], scale: f32, out: &mut [T]) {
     for (i, &byte) in q.iter().enumerate() {
-        out[i] = T::of(scale * f32::from(LEVELS[usize::from(byte & 15)]));
-        out[i + 16] = T::of(scale * f32::from(LEVELS[usize::from(byte >> 4)]));
+        out[i] = T::scaled(scale, f32::from(LEVELS[usize::from(byte & 15)]));
+        out[i + 16] = T::scaled(scale, f32::from(LEVELS[usize::from(byte >> 4)]));
     }
 }
 

@@ -15,7 +15,7 @@ pub(super) fn q2_k<T: Value>(b: &[u8], out: &mut [T]) {
         let (h, l, first) = (sub / 8, sub / 2 % 4, sub % 2 * 16);
         for (m, o) in out.iter_mut().enumerate() {
             let q = (b[16 + 32 * h + first + m] >> (2 * l)) & 3;
-            *o = T::sum(scale * f32::from(q), -minimum);
+            *o = T::affine(scale, f32::from(q), -minimum);
         }
     }
 }
@@ -33,7 +33,7 @@ pub(super) fn q3_k<T: Value>(b: &[u8], out: &mut [T]) {
         for (m, o) in out.iter_mut().enumerate() {
             let low = (b[32 + 32 * h + first + m] >> (2 * l)) & 3;
             let high = (b[first + m] >> (4 * h + l)) & 1;
-            *o = T::of(scale * (f32::from(low | high << 2) - 4.0));
+            *o = T::scaled(scale, f32::from(low | high << 2) - 4.0);
         }
     }
 }
@@ -70,7 +70,7 @@ fn with_minimum<T: Value>(b: &[u8], out: &mut [T], code: impl Fn(&[u8], usize, u
         let (scale, minimum) = scale_min(&b[4..16], sub);
         let (scale, minimum) = (d * scale, dmin * minimum);
         for (m, o) in out.iter_mut().enumerate() {
-            *o = T::sum(scale * f32::from(code(b, sub, m)), -minimum);
+            *o = T::affine(scale, f32::from(code(b, sub, m)), -minimum);
         }
     }
 }
@@ -85,7 +85,7 @@ pub(super) fn q6_k<T: Value>(b: &[u8], out: &mut [T]) {
         for (m, o) in out.iter_mut().enumerate() {
             let low = (b[64 * h + 32 * (l % 2) + first + m] >> (4 * (l / 2))) & 15;
             let high = (b[128 + 32 * h + first + m] >> (2 * l)) & 3;
-            *o = T::of(scale * (f32::from(low | high << 4) - 32.0));
+            *o = T::scaled(scale, f32::from(low | high << 4) - 32.0);
         }
     }
 }

@@ -16,25 +16,25 @@ fn nibbles(q: &[u8], mut put: impl FnMut(usize, u8)) {
 /// d, 16 nibbles: (q - 8) d.
 pub(super) fn q4_0<T: Value>(b: &[u8], out: &mut [T]) {
     let d = half(b, 0);
-    nibbles(&b[2..18], |i, q| out[i] = T::of((f32::from(q) - 8.0) * d));
+    nibbles(&b[2..18], |i, q| out[i] = T::scaled(d, f32::from(q) - 8.0));
 }
 
 /// d, m, 16 nibbles: q d + m.
 pub(super) fn q4_1<T: Value>(b: &[u8], out: &mut [T]) {
     let (d, m) = (half(b, 0), half(b, 2));
-    nibbles(&b[4..20], |i, q| out[i] = T::sum(f32::from(q) * d, m));
+    nibbles(&b[4..20], |i, q| out[i] = T::affine(d, f32::from(q), m));
 }
 
 /// d, 32 fifth bits, 16 nibbles: (q - 16) d.
 pub(super) fn q5_0<T: Value>(b: &[u8], out: &mut [T]) {
     let (d, high) = (half(b, 0), u32_at(b, 2));
-    nibbles(&b[6..22], |i, q| out[i] = T::of((fifth(q, high, i) - 16.0) * d));
+    nibbles(&b[6..22], |i, q| out[i] = T::scaled(d, fifth(q, high, i) - 16.0));
 }
 
 /// d, m, 32 fifth bits, 16 nibbles: q d + m.
 pub(super) fn q5_1<T: Value>(b: &[u8], out: &mut [T]) {
     let (d, m, high) = (half(b, 0), half(b, 2), u32_at(b, 4));
-    nibbles(&b[8..24], |i, q| out[i] = T::sum(fifth(q, high, i) * d, m));
+    nibbles(&b[8..24], |i, q| out[i] = T::affine(d, fifth(q, high, i), m));
 }
 
 /// The 5-bit code of value `i`.
@@ -47,7 +47,7 @@ fn fifth(q: u8, high: u32, i: usize) -> f32 {
 pub(super) fn q8_0<T: Value>(b: &[u8], out: &mut [T]) {
     let d = half(b, 0);
     for (o, &q) in out.iter_mut().zip(&b[2..34]) {
-        *o = T::of(f32::from(q as i8) * d);
+        *o = T::scaled(d, f32::from(q as i8));
     }
 }
 
@@ -55,7 +55,7 @@ pub(super) fn q8_0<T: Value>(b: &[u8], out: &mut [T]) {
 pub(super) fn q1_0<T: Value>(b: &[u8], out: &mut [T]) {
     let d = half(b, 0);
     for (i, o) in out.iter_mut().enumerate() {
-        *o = T::of(if (b[2 + i / 8] >> (i % 8)) & 1 == 1 { d } else { -d });
+        *o = T::scaled(d, if (b[2 + i / 8] >> (i % 8)) & 1 == 1 { 1.0 } else { -1.0 });
     }
 }
 
@@ -63,7 +63,7 @@ pub(super) fn q1_0<T: Value>(b: &[u8], out: &mut [T]) {
 pub(super) fn q2_0<T: Value>(b: &[u8], out: &mut [T]) {
     let d = half(b, 0);
     for (i, o) in out.iter_mut().enumerate() {
-        *o = T::of((f32::from((b[2 + i / 4] >> (2 * (i % 4))) & 3) - 1.0) * d);
+        *o = T::scaled(d, f32::from((b[2 + i / 4] >> (2 * (i % 4))) & 3) - 1.0);
     }
 }
 
@@ -82,7 +82,7 @@ pub(super) fn tq1_0<T: Value>(b: &[u8], out: &mut [T]) {
     for (first_byte, bytes, digits, first_value) in [(0, 32, 5, 0), (32, 16, 5, 160), (48, 4, 4, 240)] {
         for n in 0..digits {
             for m in 0..bytes {
-                out[first_value + n * bytes + m] = T::of((trit(b[first_byte + m], n) - 1.0) * d);
+                out[first_value + n * bytes + m] = T::scaled(d, trit(b[first_byte + m], n) - 1.0);
             }
         }
     }
@@ -93,7 +93,7 @@ pub(super) fn tq2_0<T: Value>(b: &[u8], out: &mut [T]) {
     let d = half(b, 64);
     for (i, o) in out.iter_mut().enumerate() {
         let (h, l, m) = (i / 128, i / 32 % 4, i % 32);
-        *o = T::of((f32::from((b[32 * h + m] >> (2 * l)) & 3) - 1.0) * d);
+        *o = T::scaled(d, f32::from((b[32 * h + m] >> (2 * l)) & 3) - 1.0);
     }
 }
 
@@ -104,7 +104,7 @@ const E2M1_DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, 
 pub(super) fn mxfp4<T: Value>(b: &[u8], out: &mut [T]) {
     // Half the scale, as the integers are twice the values: 2^(e - 128), subnormal for e < 2.
     let d = f32::from_bits(if b[0] < 2 { 0x0020_0000 << b[0] } else { u32::from(b[0] - 1) << 23 });
-    nibbles(&b[1..17], |i, q| out[i] = T::of(f32::from(E2M1_DOUBLED[usize::from(q)]) * d));
+    nibbles(&b[1..17], |i, q| out[i] = T::scaled(d, f32::from(E2M1_DOUBLED[usize::from(q)])));
 }
 
 /// Four UE4M3 scales, then 8 bytes of nibbles for each 16 values: E2M1 x scale. Words 0 and 0x7F are zero.
@@ -113,7 +113,7 @@ pub(super) fn nvfp4<T: Value>(b: &[u8], out: &mut [T]) {
         let d = 0.5 * if b[s] == 0x7F { 0.0 } else { ue4m3(b[s]) };
         let out = &mut out[16 * s..16 * s + 16];
         nibbles(&b[4 + 8 * s..12 + 8 * s], |i, q| {
-            out[i] = T::of(f32::from(E2M1_DOUBLED[usize::from(q)]) * d)
+            out[i] = T::scaled(d, f32::from(E2M1_DOUBLED[usize::from(q)]))
         });
     }
 }

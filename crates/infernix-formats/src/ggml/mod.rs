@@ -11,40 +11,43 @@ mod grids;
 mod iquants;
 mod kquants;
 mod legacy;
+pub mod quantize;
+mod split;
 mod types;
 
+pub use split::{group, has_offset, split};
 pub use types::GgmlType;
 
 use crate::error::{FormatError, Place, expect_len};
 use crate::scalar::{bf16_to_f32, f16_to_f32};
 
-/// F32 or F64, as the target of decoding.
-pub(crate) trait Value: Copy {
-    /// A value that F32 holds exactly.
-    fn of(v: f32) -> Self;
-    /// `a + b`, rounded once.
-    fn sum(a: f32, b: f32) -> Self;
+/// What decoding makes of a value: F32, F64, or its parts.
+pub(crate) trait Value: Copy + Default {
+    /// `scale * code`, which F32 holds exactly.
+    fn scaled(scale: f32, code: f32) -> Self;
+    /// `scale * code + offset`, rounded once.
+    fn affine(scale: f32, code: f32, offset: f32) -> Self;
 }
 
 impl Value for f32 {
     #[inline]
-    fn of(v: f32) -> f32 {
-        v
+    fn scaled(scale: f32, code: f32) -> f32 {
+        scale * code
     }
     #[inline]
-    fn sum(a: f32, b: f32) -> f32 {
-        a + b
+    fn affine(scale: f32, code: f32, offset: f32) -> f32 {
+        scale * code + offset
     }
 }
 
 impl Value for f64 {
     #[inline]
-    fn of(v: f32) -> f64 {
-        f64::from(v)
+    fn scaled(scale: f32, code: f32) -> f64 {
+        f64::from(scale * code)
     }
     #[inline]
-    fn sum(a: f32, b: f32) -> f64 {
-        f64::from(a) + f64::from(b)
+    fn affine(scale: f32, code: f32, offset: f32) -> f64 {
+        f64::from(scale * code) + f64::from(offset)
     }
 }
 
@@ -114,9 +117,9 @@ fn check(ty: GgmlType, bytes: &[u8], values: usize) -> Result<(), FormatError> {
 fn decode<T: Value>(ty: GgmlType, bytes: &[u8], out: &mut [T]) -> Result<(), FormatError> {
     check(ty, bytes, out.len())?;
     let f: fn(&[u8], &mut [T]) = match ty {
-        GgmlType::F32 => |b, o| o[0] = T::of(f32::from_bits(u32_at(b, 0))),
-        GgmlType::F16 => |b, o| o[0] = T::of(half(b, 0)),
-        GgmlType::Bf16 => |b, o| o[0] = T::of(bf16_to_f32(u16_at(b, 0))),
+        GgmlType::F32 => |b, o| o[0] = T::scaled(1.0, f32::from_bits(u32_at(b, 0))),
+        GgmlType::F16 => |b, o| o[0] = T::scaled(1.0, half(b, 0)),
+        GgmlType::Bf16 => |b, o| o[0] = T::scaled(1.0, bf16_to_f32(u16_at(b, 0))),
         GgmlType::Q4_0 => legacy::q4_0,
         GgmlType::Q4_1 => legacy::q4_1,
         GgmlType::Q5_0 => legacy::q5_0,

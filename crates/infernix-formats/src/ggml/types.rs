@@ -167,6 +167,12 @@ impl GgmlType {
         TABLE[self as usize].4 == Use::Plain
     }
 
+    /// Whether it holds blocks of weights, which a container stores as `ggml_<type>`.
+    #[must_use]
+    pub fn is_block(self) -> bool {
+        TABLE[self as usize].4 == Use::Block
+    }
+
     /// Whether ggml gave the type up, so that files with it are refused.
     #[must_use]
     pub fn is_removed(self) -> bool {

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use infernix_formats::scalar;
+
 use super::table::Values;
 
 /// A permutation of the value heads along one axis. Heads are moved whole, so rows of any type can be carried without
@@ -129,10 +131,19 @@ impl Piece {
             *o = match self.values {
                 Values::Same => v,
                 Values::OnePlus => v - 1.0,
-                Values::NegativeExp => f64::from(-v).ln() as f32,
+                Values::NegativeExp => log_decay(v),
             };
         }
     }
+}
+
+/// a of a stored -exp(a): the BF16 number whose exponential it is where there is one (A_log is BF16 in the sources, and
+/// exp in F32 is good to two units in the last place), else ln(-v) rounded to F32.
+fn log_decay(v: f32) -> f32 {
+    let exact = f64::from(-v).ln();
+    let word = scalar::bf16_to_f32(scalar::bf16_from_f32(exact as f32));
+    let again = (-f64::from(word).exp()) as f32;
+    if again.to_bits().abs_diff(v.to_bits()) <= 2 { word } else { exact as f32 }
 }
 
 #[cfg(test)]

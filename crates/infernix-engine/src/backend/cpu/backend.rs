@@ -129,6 +129,14 @@ impl CpuBackend {
         if k == 0 {
             return;
         }
+        let act = match &w.columns {
+            None => act,
+            // Columns keep another order: the activations follow it.
+            Some(columns) => {
+                let rows = act.chunks_exact(k);
+                rows.flat_map(|x| columns.iter().map(|c| x[*c as usize])).collect::<Vec<_>>().into()
+            }
+        };
         let mut packed = std::mem::take(&mut self.packed);
         if w.spec.activation == Activation::A16 {
             packed.pack(&act, act.len() / k, k, k);
@@ -234,6 +242,17 @@ impl Backend for CpuBackend {
 
     fn weight(&mut self, spec: &WeightSpec, data: WeightData) -> Result<CpuWeight, EngineError> {
         CpuWeight::new(spec, data)
+    }
+
+    fn gathered(
+        &mut self,
+        spec: &WeightSpec,
+        data: WeightData,
+        columns: Vec<u32>,
+    ) -> Result<CpuWeight, EngineError> {
+        let mut weight = CpuWeight::new(spec, data)?;
+        weight.columns = Some(columns);
+        Ok(weight)
     }
 
     fn experts_weight(&mut self, spec: &ExpertSpec, data: ExpertData) -> Result<CpuExperts, EngineError> {

@@ -4,7 +4,7 @@ use super::linear::{Kind, Rows};
 use crate::backend::weights::Bytes;
 use crate::backend::{ExpertData, ExpertSpec, WeightData, WeightPart, WeightSpec};
 use crate::error::EngineError;
-use infernix_formats::expert_bank::{BankShape, ExpertMatrix};
+use infernix_formats::expert_bank::{BankShape, ExpertMatrix, ggml_blocks};
 use infernix_formats::{Encoded, Format, Layout, PlaneRole, RowShape, planes};
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -28,6 +28,8 @@ pub struct CpuWeight {
     pub(crate) spec: WeightSpec,
     pub(crate) parts: Vec<Part>,
     data: WeightData,
+    /// Activation element of each stored column, where that is not the column's own.
+    pub(crate) columns: Option<Vec<u32>>,
     n: usize,
     k: usize,
     values: OnceLock<Vec<f32>>,
@@ -56,6 +58,7 @@ fn kind_of(format: Format, layout: Layout) -> Option<Kind> {
         (Format::Fp8Tensor, _) => Kind::Fp8Tensor,
         (Format::Fp8Block128, _) => Kind::Fp8Block,
         (Format::Mxfp8, _) => Kind::Mxfp8,
+        (Format::Ggml(t), Layout::GgmlRowsV1) => Kind::Ggml(t),
         _ => return None,
     })
 }
@@ -141,6 +144,7 @@ impl CpuWeight {
             spec: spec.clone(),
             parts,
             data,
+            columns: None,
             n,
             k,
             values: empty(),
@@ -240,6 +244,8 @@ pub(crate) enum Store {
     Rg16 { bytes: Bytes, shape: BankShape, divisor: bool },
     /// `fp8_expert_block128_v1`.
     Fp8 { bytes: Bytes, shape: BankShape },
+    /// `ggml_expert_v1`.
+    Ggml { bytes: Bytes, shape: BankShape },
     /// Gate then up rows per expert; down rows.
     Parents { gate_up: Box<CpuWeight>, down: Box<CpuWeight> },
 }
@@ -256,7 +262,7 @@ impl CpuExperts {
                 let source = |e| EngineError::Source { name: name.clone(), source: Box::new(e) };
                 Encoded::new(part.layout, part.format, &part.shape, (*part.bytes).as_ref())
                     .map_err(source)?;
-                let shape = BankShape::new(part.layout, &part.shape).map_err(source)?;
+                let shape = BankShape::of(part.layout, part.format, &part.shape).map_err(source)?;
                 if part.shape != [e as u64, h as u64, i as u64] {
                     return Err(wrong(
                         name,
@@ -267,6 +273,7 @@ impl CpuExperts {
                     Layout::Nvfp4ExpertRg16V1 => {
                         Store::Rg16 { bytes: part.bytes, shape, divisor: part.format == Format::Nvfp4 }
                     }
+                    Layout::GgmlExpertV1 => Store::Ggml { bytes: part.bytes, shape },
                     _ => Store::Fp8 { bytes: part.bytes, shape },
                 }
             }
@@ -325,6 +332,16 @@ impl CpuExperts {
                 ExpertMatrix::Up => gate_up.slice(2 * i * expert + i..2 * i * (expert + 1)),
                 ExpertMatrix::Down => down.slice(h * expert..h * (expert + 1)),
             },
+            Store::Ggml { bytes, shape } => {
+                let r = shape.record(expert as u64);
+                let record = &(**bytes).as_ref()[r.start as usize..r.end as usize];
+                let (n, k) = shape.matrix(matrix);
+                let rows = ggml_blocks(shape, record, matrix).ok().and_then(|(ty, blocks)| {
+                    let (n, k) = (n as usize, k as usize);
+                    Rows::new(Kind::Ggml(ty), n, k, 0, n, blocks, &[], &[], 1.0)
+                });
+                rows.into_iter().collect()
+            }
             Store::Fp8 { bytes, shape } => {
                 let r = shape.record(expert as u64);
                 let record = &(**bytes).as_ref()[r.start as usize..r.end as usize];

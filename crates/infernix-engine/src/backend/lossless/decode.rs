@@ -1,6 +1,7 @@
 //! Stored words to exact reals.
 //!
-//! A value is `code x scale`, exact in f64 (at most 4 + 4 + 24 significant bits), except where the format divides: there
+//! A value is `code x scale`, exact in f64 (at most 4 + 4 + 24 significant bits; of GGML blocks with an offset the sum of
+//! two products of FP16 words with small integers, which f64 holds too), except where the format divides: there
 //! the quotient is kept apart as an exact numerator and a divisor of the row.
 
 use crate::backend::{ExpertSpec, WeightData, WeightPart};
@@ -103,7 +104,7 @@ pub(super) fn integers(data: &WeightData) -> Option<Integers> {
 
 /// Global scales of a bank's expert: gate, up, down (1 where the format has none).
 pub(super) fn bank_globals(shape: &BankShape, format: Format, bytes: &[u8], expert: usize) -> [f32; 3] {
-    if format == Format::Fp8Block128 {
+    if !matches!(format, Format::Nvfp4 | Format::Nvfp4Mul) {
         return [1.0; 3];
     }
     let at = (shape.stride * shape.experts) as usize + 12 * expert;
@@ -121,7 +122,7 @@ pub(super) fn bank_matrix(
 ) -> Result<Exact, FormatError> {
     let bytes = (*part.bytes).as_ref();
     Encoded::new(part.layout, part.format, &part.shape, bytes)?;
-    let shape = BankShape::new(part.layout, &part.shape)?;
+    let shape = BankShape::of(part.layout, part.format, &part.shape)?;
     let record = shape.record(expert as u64);
     let record = &bytes[record.start as usize..record.end as usize];
     let global = bank_globals(&shape, part.format, bytes, expert)[matrix.index()];

@@ -52,7 +52,8 @@ impl Experts {
             }
         }
         if spec.activation == Activation::A4 {
-            let bank = matches!(&data, ExpertData::Bank(p) if p.format != Format::Fp8Block128);
+            let bank =
+                matches!(&data, ExpertData::Bank(p) if matches!(p.format, Format::Nvfp4 | Format::Nvfp4Mul));
             if !bank || spec.input_scales.as_ref().is_none_or(|s| s.len() != spec.experts) {
                 let what = "4-bit activations need an NVFP4 bank with input scales".to_owned();
                 return Err(EngineError::Weight { name: spec.name.clone(), what });

@@ -72,6 +72,8 @@ impl Mat {
 pub struct Weight {
     spec: WeightSpec,
     data: WeightData,
+    /// Activation element of each stored column, where that is not the column's own.
+    columns: Option<Vec<u32>>,
     cache: Arc<AtomicUsize>,
     packed: Mutex<Option<Arc<Packed>>>,
     values: OnceLock<Exact>,
@@ -81,7 +83,14 @@ pub struct Weight {
 impl Weight {
     fn exact(&self) -> Exact {
         // The words were decoded once when the weight was taken; they cannot fail now.
-        decode::weight(&self.spec.name, &self.data).unwrap_or_default()
+        let mut exact = decode::weight(&self.spec.name, &self.data).unwrap_or_default();
+        if let Some(columns) = &self.columns {
+            for row in exact.values.chunks_exact_mut(columns.len()) {
+                let stored = row.to_vec();
+                columns.iter().zip(stored).for_each(|(c, v)| row[*c as usize] = v);
+            }
+        }
+        exact
     }
 
     /// Ready for products; kept while the cache budget lasts.
@@ -222,6 +231,7 @@ impl Backend for Lossless {
         let w = Weight {
             spec: spec.clone(),
             data,
+            columns: None,
             cache: self.cache.clone(),
             packed: Mutex::new(None),
             values: OnceLock::new(),
@@ -238,6 +248,19 @@ impl Backend for Lossless {
             return Err(EngineError::Weight { name: spec.name.clone(), what });
         }
         Ok(w)
+    }
+
+    fn gathered(
+        &mut self,
+        spec: &WeightSpec,
+        data: WeightData,
+        columns: Vec<u32>,
+    ) -> Result<Weight, EngineError> {
+        if spec.activation == Activation::A4 {
+            let what = "columns of a 4-bit product cannot be gathered".to_owned();
+            return Err(EngineError::Weight { name: spec.name.clone(), what });
+        }
+        Ok(Weight { columns: Some(columns), ..self.weight(spec, data)? })
     }
 
     fn experts_weight(

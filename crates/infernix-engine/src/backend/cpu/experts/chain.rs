@@ -4,7 +4,8 @@
 //! span s = groups `floor(s n / 8) .. floor((s + 1) n / 8)`. In a group `t = fma(code, x, t)` in rising k; in a span
 //! `y = fma(scale, t, y)` in rising groups; spans are added pairwise; row and tensor scales come last. With 8-bit
 //! activations t is an exact integer sum, rounded once to FP32, over groups of at most 32, and the scale is
-//! `fl(weight scale x activation scale)`.
+//! `fl(weight scale x activation scale)`. Groups with an offset (some blocks of GGUF files) add `y = fma(offset, u, y)`
+//! after their scale, u the sum of the group's activations in rising k.
 
 use super::super::isa::{Isa, per_isa};
 use super::super::linear::Rows;
@@ -64,6 +65,8 @@ pub(crate) struct Panel {
     group: usize,
     codes: Vec<[f32; LANES]>,
     scales: Vec<[f32; LANES]>,
+    /// Offsets beside the scales; empty where the storage has none.
+    offsets: Vec<[f32; LANES]>,
 }
 
 impl Panel {
@@ -78,7 +81,13 @@ impl Panel {
         self.scales.resize(groups, [0.0; LANES]);
         let mut values = vec![0f32; k];
         let mut scales = vec![0f32; groups];
+        self.offsets.clear();
         for l in 0..LANES.min(w.n() - first) {
+            let offsets = w.offsets(first + l);
+            if !offsets.is_empty() {
+                self.offsets.resize(groups, [0.0; LANES]);
+                self.offsets.iter_mut().zip(offsets).for_each(|(c, v)| c[l] = v);
+            }
             w.natural(first + l, &mut values, self.group, &mut scales);
             self.codes.iter_mut().zip(&values).for_each(|(c, v)| c[l] = *v);
             self.scales.iter_mut().zip(&scales).for_each(|(c, v)| c[l] = *v);
@@ -89,6 +98,7 @@ impl Panel {
     pub(crate) fn fill_rg16(&mut self, units: &[u8]) {
         self.group = 16;
         self.codes.clear();
+        self.offsets.clear();
         self.scales.clear();
         for unit in units.chunks_exact(UNIT) {
             for k in 0..16 {
@@ -130,6 +140,12 @@ per_isa! {
                 for l in 0..LANES {
                     y[l] = p.scales[g][l].mul_add(t[l], y[l]);
                 }
+                if let Some(offsets) = p.offsets.get(g) {
+                    let u = x[g * p.group..((g + 1) * p.group).min(x.len())].iter().fold(0f32, |u, x| u + x);
+                    for l in 0..LANES {
+                        y[l] = offsets[l].mul_add(u, y[l]);
+                    }
+                }
             }
         }
         *out = pairwise(&y);
@@ -155,6 +171,13 @@ per_isa! {
                 let (ws, xs) = (&p.scales[g * group / p.group], xs[g * group / a8::GROUP]);
                 for l in 0..LANES {
                     y[l] = (ws[l] * xs).mul_add(t[l] as f32, y[l]);
+                }
+                if let Some(offsets) = p.offsets.get(g * group / p.group) {
+                    // Integers below 2^12: their sum is exact.
+                    let u = x[g * group..((g + 1) * group).min(x.len())].iter().fold(0f32, |u, x| u + x);
+                    for l in 0..LANES {
+                        y[l] = (offsets[l] * xs).mul_add(u, y[l]);
+                    }
                 }
             }
         }

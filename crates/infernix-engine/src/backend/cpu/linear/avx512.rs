@@ -472,7 +472,7 @@ macro_rules! entry {
                     Fp8Row | Fp8Tensor => any::<SFp8<false>, $hw, $int8>(w, range, x, out),
                     Fp8Block => any::<SFp8<true>, $hw, $int8>(w, range, x, out),
                     Mxfp8 => any::<SMxfp8, $hw, $int8>(w, range, x, out),
-                    F32 | F16 => {}
+                    F32 | F16 | Ggml(_) => {}
                 }
             }
         }

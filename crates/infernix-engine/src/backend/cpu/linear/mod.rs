@@ -19,6 +19,7 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(crate) mod ggml;
 mod int8;
 mod out;
 mod pack;
@@ -90,6 +91,9 @@ fn chunk_rows(pool: &Pool, w: &Rows<'_>, columns: usize) -> usize {
 
 /// Rows `range` on the calling thread.
 pub(crate) fn product_rows(isa: Isa, w: &Rows<'_>, range: Range<usize>, x: &Packed, out: &Out<'_>) {
+    if let Kind::Ggml(ty) = w.kind() {
+        return ggml::product(isa, ty, w, range, x, out);
+    }
     if let Some(int8) = x.int8().filter(|_| w.kind().integers()) {
         #[cfg(target_arch = "x86_64")]
         if isa == Isa::Avx512Bf16 {

@@ -1,7 +1,9 @@
 //! Stored matrices as kernels see them, and the order in which their products are added.
 
 use super::super::num::{E2M1, bf16_exact, e4m3, e8m0, f32_of};
+use super::ggml::Parts;
 use half::f16;
+use infernix_formats::ggml::{self, GgmlType};
 
 /// Storage of a matrix `[N, K]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +38,8 @@ pub enum Kind {
     Fp8Block,
     /// E4M3 codes, E8M0 scale per 32.
     Mxfp8,
+    /// Blocks of a GGUF file, see `ggml`.
+    Ggml(GgmlType),
 }
 
 /// Weights of a row that meet in two dot-product steps.
@@ -94,6 +98,7 @@ impl Kind {
             Q8 => (64 * groups, 0),
             Nvfp4Mul | Nvfp4Div | Nvfp4MulSwizzled | Nvfp4DivSwizzled => (k / 2, 0),
             Fp8Row | Fp8Tensor | Fp8Block | Mxfp8 => (k, 0),
+            Ggml(t) => (t.row_bytes(k as u64).unwrap_or(u64::MAX) as usize, 0),
         }
     }
 
@@ -101,7 +106,7 @@ impl Kind {
     pub(crate) fn scale_bytes(self, n: usize, k: usize) -> usize {
         use Kind::*;
         match self {
-            Bf16 | F32 | F16 | Fp8Tensor => 0,
+            Bf16 | F32 | F16 | Fp8Tensor | Ggml(_) => 0,
             Q4 | Q5 | Q6 => n * k.next_multiple_of(128) / 64 * 2,
             Q8 => n * k.next_multiple_of(128) / 32 * 2,
             Nvfp4Mul | Nvfp4Div => n * k / 16,
@@ -123,6 +128,7 @@ impl Kind {
             Q6 => (32, 16),
             Nvfp4Mul | Nvfp4Div | Nvfp4MulSwizzled | Nvfp4DivSwizzled => (32, 0),
             Q8 | Fp8Row | Fp8Tensor | Fp8Block | Mxfp8 => (64, 0),
+            Ggml(t) => ((64.0 * t.bits() / 8.0) as usize, 0),
         }
     }
 }
@@ -221,7 +227,7 @@ impl<'a> Rows<'a> {
         use Kind::*;
         let (n, k) = (self.first + row, self.k);
         match self.kind {
-            Bf16 | F32 | F16 | Fp8Tensor => (0, 0),
+            Bf16 | F32 | F16 | Fp8Tensor | Ggml(_) => (0, 0),
             Q4 | Q5 | Q6 => (n * k.next_multiple_of(128) / 64 * 2, 2),
             Q8 => (n * k.next_multiple_of(128) / 32 * 2, 4),
             Nvfp4Mul | Nvfp4Div => (n * (k / 16), 4),
@@ -242,7 +248,7 @@ impl<'a> Rows<'a> {
     pub(crate) fn scale_stride(&self) -> Option<usize> {
         use Kind::*;
         match self.kind {
-            Bf16 | F32 | F16 | Fp8Tensor => Some(0),
+            Bf16 | F32 | F16 | Fp8Tensor | Ggml(_) => Some(0),
             Q4 | Q5 | Q6 | Q8 | Nvfp4Mul | Nvfp4Div | Fp8Row | Mxfp8 => {
                 Some(self.kind.scale_bytes(1, self.k))
             }
@@ -346,7 +352,7 @@ impl<'a> Rows<'a> {
                     out[32 + j] = signed(i32::from(b >> 4) | at(2 * j + 1));
                 }
             }
-            Kind::F32 | Kind::F16 => {}
+            Kind::F32 | Kind::F16 | Kind::Ggml(_) => {}
             _ => {
                 for (j, b) in codes[k0 / 2..k0 / 2 + valid / 2].iter().enumerate() {
                     out[j] = bf16_exact(E2M1[usize::from(b & 15)]);
@@ -376,12 +382,31 @@ impl Rows<'_> {
             Q4 | Q5 | Q6 => Some(64),
             Q8 | Mxfp8 => Some(32),
             Fp8Block => Some(128),
+            Ggml(t) => Some(ggml::group(t)),
             _ => Some(16),
         }
     }
 
+    /// Offsets of a row's groups, beside their scales; none for most storages.
+    pub(crate) fn offsets(&self, row: usize) -> Vec<f32> {
+        let Kind::Ggml(t) = self.kind else { return Vec::new() };
+        if !ggml::has_offset(t) {
+            return Vec::new();
+        }
+        let mut parts = Parts::default();
+        parts.fill(t, self.codes(row), self.k);
+        parts.offsets
+    }
+
     /// A row's exact codes in natural order, and the scale of each group of `group` values (1 where there is none).
     pub(crate) fn natural(&self, row: usize, values: &mut [f32], group: usize, scales: &mut [f32]) {
+        if let Kind::Ggml(t) = self.kind {
+            let mut parts = Parts::default();
+            parts.fill(t, self.codes(row), self.k);
+            values.copy_from_slice(&parts.codes);
+            scales.copy_from_slice(&parts.scales);
+            return;
+        }
         if matches!(self.kind, Kind::F32 | Kind::F16) {
             values.iter_mut().enumerate().for_each(|(i, v)| *v = self.wide(row, i));
             scales.fill(1.0);
