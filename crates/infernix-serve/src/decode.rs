@@ -208,13 +208,12 @@ impl Decoder {
             self.first_token = Some(Instant::now());
         }
         self.usage.output += 1;
-        let before = self.parser.channel();
         let text = self.text.push(token.id);
         let events = self.parser.push(&text);
-        let after = self.parser.channel();
-        if after == Channel::Reasoning || before == Channel::Reasoning && after == Channel::Content {
+        let channel = self.parser.channel();
+        if channel == Channel::Reasoning {
             self.usage.reasoning += 1;
-        } else if self.options.logprobs && after == Channel::Content {
+        } else if self.options.logprobs && channel == Channel::Content {
             self.pending.push(logprob(&self.options.tokenizer, &token));
         }
         self.events(events, out);
@@ -297,9 +296,13 @@ impl Decoder {
     }
 
     fn finish(&mut self, finish: Finish, times: Option<Times>, out: &mut Vec<Piece>) {
-        let empty = !self.said && finish == Finish::Stop && self.options.never_empty;
-        let rest = std::mem::take(&mut self.pending);
-        if empty {
+        let ended = matches!(finish, Finish::Stop | Finish::StopString(_));
+        let mut rest = std::mem::take(&mut self.pending);
+        if matches!(finish, Finish::StopString(_)) {
+            // Tokens of the stop string are no part of the answer.
+            rest.clear();
+        }
+        if !self.said && ended && self.options.never_empty {
             out.push(Piece::Content("\n".to_owned(), rest));
         } else if !rest.is_empty() && self.calls == 0 {
             out.push(Piece::Content(String::new(), rest));

@@ -27,8 +27,10 @@ mod piece;
 mod prepare;
 mod reply;
 mod responses;
+mod search;
 mod server;
-mod thinking;
+#[cfg(test)]
+mod tests;
 mod tools;
 mod turn;
 

@@ -3,7 +3,7 @@
 use crate::error::ApiError;
 use crate::tools::Call;
 use infernix_engine::sched::Timings;
-use infernix_text::Diagnostics;
+use infernix_text::{Diagnostics, Tool};
 use serde_json::{Value, json};
 
 /// A part of an answer. The decoder gives them in this order: progress, reasoning, content, calls, one end or failure.
@@ -17,10 +17,21 @@ pub(crate) enum Piece {
     Content(String, Vec<TokenLogprob>),
     /// A whole call.
     Call(Call),
+    /// What a search that ran here found. Reasoning and content may follow again.
+    Found(Found),
     /// The answer is complete.
     End(Box<End>),
     /// There will be no answer.
     Failed(ApiError),
+}
+
+/// The result of a search for tools.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Found {
+    /// The call that asked.
+    pub(crate) call: String,
+    /// Tools found, or the name of what went wrong.
+    pub(crate) tools: Result<Vec<Tool>, &'static str>,
 }
 
 /// How far the prompt is read.

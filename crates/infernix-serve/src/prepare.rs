@@ -1,15 +1,15 @@
 //! From a turn to what the engine is asked: the prompt's ids, sampling, limits, constraints, and how the answer is read.
 
 use crate::app::App;
-use crate::constrain::{Constrained, constrained};
+use crate::constrain::{ConstraintPlan, call_rules, compile};
 use crate::decode::DecodeOptions;
 use crate::error::ApiError;
 use crate::ids;
 use crate::options::ReasoningLoop;
-use crate::thinking::ThinkingPlan;
 use crate::turn::{Thinking, Turn};
 use infernix_engine::sample::SamplerOptions;
 use infernix_engine::sched::{CacheHints, Request};
+use infernix_text::grammar::GuideOptions;
 use infernix_text::{ChatOptions, Prompt, Sampling, Start};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -38,8 +38,7 @@ pub(crate) struct Plan {
     pub(crate) logprobs: Option<u8>,
     pub(crate) prompt_logprobs: Option<u8>,
     pub(crate) cache: CacheHints,
-    pub(crate) thinking: Option<ThinkingPlan>,
-    pub(crate) constrained: Option<Constrained>,
+    pub(crate) constraint: Option<ConstraintPlan>,
     pub(crate) decode: DecodeOptions,
     pub(crate) deadline: Option<std::time::Duration>,
 }
@@ -48,13 +47,7 @@ impl Plan {
     /// The request of a choice, and where its constraint says that it cut the answer.
     pub(crate) fn request(&self, choice: usize) -> (Request, Option<Arc<AtomicBool>>) {
         let seed = ids::derived_seed(self.sampling.seed, choice);
-        let mut constraint = self.constrained.as_ref().map(Constrained::constraint);
-        let mut cut = None;
-        if let Some(plan) = &self.thinking {
-            let (limits, stopped) = plan.constraint(constraint.take());
-            constraint = Some(Box::new(limits));
-            cut = Some(stopped);
-        }
+        let (constraint, cut) = self.constraint.as_ref().map(ConstraintPlan::constraint).unzip();
         let request = Request {
             prompt: self.prompt.clone(),
             sampling: SamplerOptions { seed, ..self.sampling.clone() },
@@ -159,8 +152,7 @@ impl App {
         if self.options.greedy {
             sampling.temperature = 0.0;
         }
-        let thinking = self.thinking_plan(&turn, start, max_tokens)?;
-        let constrained = constrained(&self.grammars, &turn, start)?;
+        let constraint = self.constraint(&turn, start, max_tokens)?;
         let tools = Arc::new(turn.tools.clone());
         let decode = DecodeOptions {
             tokenizer: Arc::clone(self.format.tokenizer()),
@@ -189,8 +181,7 @@ impl App {
                 session: caller.session.map(str::to_owned).or(turn.cache.session),
                 bypass: turn.cache.bypass,
             },
-            thinking,
-            constrained,
+            constraint,
             decode,
             deadline: self.options.request_timeout,
             prompt,
@@ -216,47 +207,45 @@ impl App {
         at
     }
 
-    fn thinking_plan(
+    fn constraint(
         &self,
         turn: &Turn,
         start: Start,
         max_tokens: usize,
-    ) -> Result<Option<ThinkingPlan>, ApiError> {
-        if start == Start::Content {
-            return Ok(None);
-        }
-        let tokenizer = self.format.tokenizer();
-        let budget = turn.thinking_budget.or(self.options.default_thinking_budget);
-        // The guard compares words that a grammar may have to repeat.
-        let guard = if turn.format.is_some() { ReasoningLoop::Off } else { self.options.reasoning_loop };
-        let Some(close) = tokenizer.token_id("</think>") else {
-            return match turn.thinking_budget {
-                Some(_) => Err(ApiError::invalid(
-                    "thinking_budget",
-                    "this model has no token that ends its reasoning",
-                )),
-                None => Ok(None),
-            };
-        };
-        if budget.is_none() && guard == ReasoningLoop::Off {
-            return Ok(None);
-        }
-        let span = tokenizer.encode(&format!("{}</think>\n\n", self.options.thinking_budget_message))?;
-        if max_tokens <= span.len() {
-            if turn.thinking_budget.is_some() {
+    ) -> Result<Option<ConstraintPlan>, ApiError> {
+        let rules = call_rules(&turn.tools).filter(infernix_text::grammar::CallRules::restricts);
+        let reasons = start == Start::Reasoning;
+        let closing = format!("{}</think>\n\n", self.options.thinking_budget_message);
+        let mut budget = None;
+        if let Some(tokens) =
+            turn.thinking_budget.or(self.options.default_thinking_budget).filter(|_| reasons)
+        {
+            let needed = self.format.tokenizer().encode(&closing)?.len() + 1;
+            if needed <= max_tokens {
+                budget = Some(tokens);
+            } else if turn.thinking_budget.is_some() {
                 return Err(ApiError::new(
                     400,
                     "thinking_budget_capacity_insufficient",
                     format!(
-                        "the answer may have {max_tokens} tokens, which does not hold the {} that end the reasoning \
-                         and one more",
-                        span.len()
+                        "the answer may have {max_tokens} tokens; closing the reasoning at its budget and answering \
+                         needs at least {needed}"
                     ),
                 ));
             }
+        }
+        // The guard compares words that a grammar may have to repeat.
+        let guard =
+            if turn.format.is_some() || !reasons { ReasoningLoop::Off } else { self.options.reasoning_loop };
+        if turn.format.is_none() && rules.is_none() && budget.is_none() && guard == ReasoningLoop::Off {
             return Ok(None);
         }
-        Ok(Some(ThinkingPlan { tokenizer: Arc::clone(tokenizer), close, budget, guard, span: span.into() }))
+        Ok(Some(ConstraintPlan {
+            grammar: compile(&self.grammars, turn.format.as_ref(), &turn.tools)?,
+            guide: GuideOptions { start, budget, closing, conclude: None },
+            guard,
+            tokenizer: Arc::clone(self.format.tokenizer()),
+        }))
     }
 }
 

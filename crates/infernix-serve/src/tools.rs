@@ -78,13 +78,20 @@ pub(crate) struct Tools {
     pub(crate) choice: ToolChoice,
     /// More than one call a turn.
     pub(crate) parallel: bool,
+    /// Free calls are held to their frame and to declared names.
+    pub(crate) frame: bool,
     /// Kinds that cannot run here.
     pub(crate) ignored: Vec<String>,
 }
 
 impl Tools {
     pub(crate) fn new() -> Self {
-        Self { parallel: true, ..Self::default() }
+        Self { parallel: true, frame: true, ..Self::default() }
+    }
+
+    /// Whether any tool is declared.
+    pub(crate) fn any(&self) -> bool {
+        !self.identities.is_empty()
     }
 
     /// Whether calls can be made at all.
@@ -158,6 +165,16 @@ impl Tools {
             self.identities.insert(function.name.clone(), identity);
             self.found.push(function.tool());
         }
+    }
+
+    /// Shows a deferred tool from here on: a search found it. `None` where nothing of the name is declared.
+    pub(crate) fn reference(&mut self, name: &str) -> Option<&Tool> {
+        if let Some(tool) = self.deferred.iter().find(|t| t.name() == name)
+            && !self.found.iter().any(|t| t.name() == name)
+        {
+            self.found.push(tool.clone());
+        }
+        self.found.iter().chain(&self.prompt).find(|t| t.name() == name)
     }
 
     /// Names a kind of tool that cannot run here.

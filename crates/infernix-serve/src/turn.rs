@@ -80,8 +80,6 @@ pub(crate) struct Turn {
     pub(crate) logprobs: Option<u8>,
     /// Constraint on the content.
     pub(crate) format: Option<ContentFormat>,
-    /// Hold free calls to their frame and to declared names (`tool_constraints: "basic"`).
-    pub(crate) constrain_frame: bool,
     /// Continue after an end token.
     pub(crate) ignore_eos: bool,
     /// Reuse of the prompt.
@@ -103,7 +101,7 @@ pub(crate) struct CacheRequest {
 
 impl Turn {
     pub(crate) fn new() -> Self {
-        Self { n: 1, tools: Tools::new(), constrain_frame: true, ..Self::default() }
+        Self { n: 1, tools: Tools::new(), ..Self::default() }
     }
 
     /// Sampling fields, under the same names in every protocol.
@@ -205,7 +203,9 @@ impl Turn {
                 self.thinking_budget = Some(budget);
             }
         }
-        self.constrain_frame = fields.word("tool_constraints", &["basic", "auto"])? != Some("auto");
+        if let Some(mode) = fields.word("tool_constraints", &["basic", "auto"])? {
+            self.tools.frame = mode == "basic";
+        }
         self.cache.salt = fields.string("cache_salt")?;
         if let Some(use_cache) = fields.bool("cache_prompt")? {
             self.cache.bypass = !use_cache;

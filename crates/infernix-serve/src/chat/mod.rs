@@ -178,11 +178,15 @@ fn read_tools(fields: &mut Fields, turn: &mut Turn) -> Result<(), ApiError> {
         let mut tool = Fields::new(&path, value)?;
         match tool.need_string("type")?.as_str() {
             "function" => {
-                let deferred = tool.bool("defer_loading")?.unwrap_or(false);
+                let mut deferred = tool.bool("defer_loading")?.unwrap_or(false);
                 let inner = tool.need("function")?;
                 let path = format!("{path}.function");
                 let mut function = Function::read(&path, &mut Fields::new(&path, inner)?, "parameters")?;
-                function.deferred |= deferred;
+                // Chat has no search that could find it.
+                deferred |= std::mem::take(&mut function.deferred);
+                if deferred {
+                    turn.ignored.push("tools.defer_loading".to_owned());
+                }
                 let identity = Identity::Function { name: function.name.clone(), namespace: None };
                 turn.tools.function(function, identity)?;
             }

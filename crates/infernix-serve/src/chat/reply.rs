@@ -144,9 +144,9 @@ impl ChatReply {
         self.times = longest(self.times, end.timings);
         let choice = &mut self.choices[index];
         let finish = match end.finish {
-            Finish::Calls if !choice.calls.is_empty() => "tool_calls",
             Finish::Length | Finish::Context => "length",
-            _ => "stop",
+            _ if choice.calls.is_empty() => "stop",
+            _ => "tool_calls",
         };
         choice.finish = Some(finish);
         let last = self.choices.iter().all(|c| c.finish.is_some());
@@ -235,6 +235,8 @@ impl Reply for ChatReply {
                     self.call(index, &call, timings);
                 }
             }
+            // Chat knows no searches of the server's.
+            Piece::Found(_) => {}
             Piece::End(end) => self.end(index, &end),
             Piece::Failed(error) => {
                 if self.send.stream {

@@ -182,7 +182,7 @@ impl Reply for CompletionsReply {
                 self.text(index, text);
             }
             // A raw prompt has no reasoning and no calls.
-            Piece::Reasoning(_) | Piece::Call(_) => {}
+            Piece::Reasoning(_) | Piece::Call(_) | Piece::Found(_) => {}
             Piece::End(end) => {
                 let finish = match end.finish {
                     Finish::Length | Finish::Context => "length",

@@ -10,6 +10,7 @@ use crate::piece::Piece;
 use crate::prepare::Plan;
 use crate::reply::Reply;
 use crate::responses::Stored;
+use crate::search::{Searching, Session};
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::Response;
@@ -31,12 +32,14 @@ pub(super) struct Answer {
     pub(super) ignored: Vec<String>,
     /// Keep the response under this id.
     pub(super) store: Option<(String, Stored)>,
+    /// Searches for tools that run here.
+    pub(super) searching: Option<Searching>,
 }
 
 impl Answer {
     /// Makes the answer. Nothing is sent before the engine has taken the request, so that refusals are statuses.
     pub(super) async fn respond(self) -> Response {
-        let Self { app, client, route, plans, mut reply, stream: streams, ignored, store } = self;
+        let Self { app, client, route, plans, mut reply, stream: streams, ignored, store, searching } = self;
         let detail = Map::from_iter([
             ("stream".to_owned(), Value::from(streams)),
             ("choices".to_owned(), plans.iter().map(|p| p.n).sum::<usize>().into()),
@@ -61,17 +64,18 @@ impl Answer {
         let mut headers = HeaderMap::new();
         add_ignored(&mut headers, &ignored);
         note_cache(&app, &client, &mut generation, &mut track, &mut headers);
+        let mut session = Session::new(Arc::clone(&app), generation, searching);
         let mut response = if streams {
             let (writer, response) = stream(app.options.write_timeout);
             tokio::spawn(async move {
-                if write(&app, &writer, &mut generation, reply.as_mut(), &mut track).await.is_ok() {
+                if write(&app, &writer, &mut session, reply.as_mut(), &mut track).await.is_ok() {
                     keep(&app, reply.as_mut(), store);
                     track.done();
                 }
             });
             response
         } else {
-            while let Some((choice, piece, running)) = generation.next().await {
+            while let Some((choice, piece, running)) = session.next().await {
                 track.piece(&piece);
                 reply.push(choice, piece, &running);
             }
@@ -96,13 +100,13 @@ impl Answer {
 async fn write(
     app: &App,
     writer: &Writer,
-    generation: &mut Generation,
+    session: &mut Session,
     reply: &mut dyn Reply,
     track: &mut Track,
 ) -> Result<(), Gone> {
     while !reply.ended() {
         let next = tokio::select! {
-            next = generation.next() => next,
+            next = session.next() => next,
             () = tokio::time::sleep(app.options.keep_alive) => {
                 let ping = reply.ping();
                 writer.send(if ping.is_empty() { ": keep-alive\n\n".to_owned() } else { ping.to_owned() }).await?;

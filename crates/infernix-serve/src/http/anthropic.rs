@@ -6,6 +6,7 @@ use crate::app::App;
 use crate::ids;
 use crate::messages::{self, MessagesReply};
 use crate::prepare::Caller;
+use crate::search::Searching;
 use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
@@ -26,15 +27,16 @@ pub(super) async fn messages(
         let mut request = messages::parse(value, false)?;
         let ignored = request.turn.ignored.clone();
         let caller = Caller { key: who.key, session: who.session.as_deref(), call_prefix: "toolu_" };
+        let searching = Searching::new(&request.turn, caller);
         let plan = app.prepare(std::mem::take(&mut request.turn), caller)?;
-        Ok((plan, request, ignored))
+        Ok((plan, request, ignored, searching))
     };
     match prepared(&app, &headers, body, work).await {
         Err(error) => {
             app.reject(&client, "messages", &error);
             error.response(client.wire, &client.request_id)
         }
-        Ok((plan, request, ignored)) => {
+        Ok((plan, request, ignored, searching)) => {
             let model = request.model.unwrap_or_else(|| app.model.id.clone());
             let reply = Box::new(MessagesReply::new(
                 ids::fresh("msg_"),
@@ -44,7 +46,7 @@ pub(super) async fn messages(
                 client.request_id.clone(),
             ));
             let (plans, stream) = (vec![plan], request.stream);
-            Answer { app, client, route: "messages", plans, reply, stream, ignored, store: None }
+            Answer { app, client, route: "messages", plans, reply, stream, ignored, store: None, searching }
                 .respond()
                 .await
         }

@@ -55,7 +55,7 @@ pub(super) async fn json(app: &App, headers: &HeaderMap, body: Body) -> Result<V
 }
 
 /// Runs work that may take long, or panic, away from the connections.
-pub(super) async fn off_thread<T: Send + 'static>(
+pub(crate) async fn off_thread<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     match tokio::task::spawn_blocking(work).await {

@@ -19,6 +19,7 @@ use axum::response::Response;
 use axum::routing::{get, post};
 use std::sync::Arc;
 
+pub(crate) use body::off_thread;
 pub(crate) use gate::Client;
 pub(crate) use track::cause as miss_cause;
 

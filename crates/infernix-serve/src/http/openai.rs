@@ -12,6 +12,7 @@ use crate::ids;
 use crate::piece::{Piece, TokenLogprob};
 use crate::prepare::{Caller, Plan};
 use crate::responses::{self, ResponsesReply, Stored, with_ids};
+use crate::search::Searching;
 use axum::Extension;
 use axum::body::Body;
 use axum::extract::{Path, RawQuery, State};
@@ -63,6 +64,7 @@ pub(super) async fn chat(
                 stream: send.stream,
                 ignored,
                 store: None,
+                searching: None,
             }
             .respond()
             .await
@@ -118,7 +120,9 @@ pub(super) async fn completions(
     }
     let (stream, ignored) = (request.send.stream, request.turn.ignored);
     let reply = Box::new(reply);
-    Answer { app, client, route: "completions", plans, reply, stream, ignored, store: None }.respond().await
+    Answer { app, client, route: "completions", plans, reply, stream, ignored, store: None, searching: None }
+        .respond()
+        .await
 }
 
 /// Log-probabilities of a prompt's tokens.
@@ -151,12 +155,13 @@ pub(super) async fn responses(
         let mut request = parse_responses(app, &who, value)?;
         app.check_model(request.model.as_deref())?;
         let ignored = request.turn.ignored.clone();
+        let searching = Searching::new(&request.turn, caller(&who));
         let plan = app.prepare(std::mem::take(&mut request.turn), caller(&who))?;
-        Ok((plan, request, ignored))
+        Ok((plan, request, ignored, searching))
     };
     match prepared(&app, &headers, body, work).await {
         Err(error) => refused(&app, &client, "responses", &error),
-        Ok((plan, mut request, ignored)) => {
+        Ok((plan, mut request, ignored, searching)) => {
             let id = ids::fresh("resp_");
             let store = request.store.then(|| {
                 with_ids(&mut request.input);
@@ -171,9 +176,19 @@ pub(super) async fn responses(
             let reply =
                 Box::new(ResponsesReply::new(head, request.stream, request.encrypted, request.template));
             let stream = request.stream;
-            Answer { app, client, route: "responses", plans: vec![plan], reply, stream, ignored, store }
-                .respond()
-                .await
+            Answer {
+                app,
+                client,
+                route: "responses",
+                plans: vec![plan],
+                reply,
+                stream,
+                ignored,
+                store,
+                searching,
+            }
+            .respond()
+            .await
         }
     }
 }

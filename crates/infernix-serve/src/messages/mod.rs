@@ -8,10 +8,12 @@ pub(crate) use reply::MessagesReply;
 use crate::content;
 use crate::error::{ApiError, quoted};
 use crate::fields::{Fields, wrong};
+use crate::search;
 use crate::tools::{Function, Identity, ToolChoice, Tools};
 use crate::turn::{ContentFormat, Thinking, Turn};
-use infernix_text::{Content, Message, Role, ToolCall};
-use serde_json::{Map, Value, json};
+use infernix_text::tools::found_text;
+use infernix_text::{Content, Message, Role, Tool, ToolCall};
+use serde_json::{Map, Value};
 
 /// Most stop sequences.
 const MAX_STOP_SEQUENCES: usize = 64;
@@ -182,7 +184,7 @@ fn read_tools(fields: &mut Fields, turn: &mut Turn, breakpoints: &mut usize) -> 
             turn.tools.function(function, identity)?;
         } else if let Some(rest) = kind.strip_prefix("tool_search_tool_") {
             let name = tool.need_string("name")?;
-            search_function(&mut turn.tools, path, name, rest.starts_with("regex"))?;
+            search::declare(&mut turn.tools, path, name, rest.starts_with("regex"))?;
         } else {
             turn.tools.ignore(&kind);
         }
@@ -200,33 +202,6 @@ fn read_tools(fields: &mut Fields, turn: &mut Turn, breakpoints: &mut usize) -> 
         turn.tools.parallel = !choice.bool("disable_parallel_tool_use")?.unwrap_or(false);
     }
     turn.tools.check_choice("tool_choice")
-}
-
-/// The search for deferred tools, as the model sees it.
-pub(crate) fn search_function(
-    tools: &mut Tools,
-    path: String,
-    name: String,
-    regex: bool,
-) -> Result<(), ApiError> {
-    let (argument, what) = if regex {
-        ("pattern", "Regular expression over names, descriptions and arguments of the tools.")
-    } else {
-        ("query", "Words that describe the tool that is needed.")
-    };
-    let function = Function {
-        path,
-        name: name.clone(),
-        description: Some("Finds further tools. The ones found can be called afterwards.".to_owned()),
-        parameters: Some(json!({
-            "type": "object",
-            "properties": {argument: {"type": "string", "description": what}},
-            "required": [argument],
-        })),
-        strict: false,
-        deferred: false,
-    };
-    tools.function(function, Identity::ServerSearch { name, regex })
 }
 
 /// Turns messages into the template's conversation.
@@ -339,28 +314,30 @@ impl Reader<'_> {
         let Some(Value::Array(blocks)) = content else {
             return Ok(content::text(path, content)?.unwrap_or_default());
         };
-        let mut texts = Vec::new();
+        let (mut texts, mut found) = (Vec::new(), Vec::new());
         for (i, block) in blocks.into_iter().enumerate() {
             let path = format!("{path}[{i}]");
             if block.get("type").and_then(Value::as_str) == Some("tool_reference") {
-                texts.push(self.reference(&path, &block)?);
+                found.push(self.reference(&path, &block)?);
             } else {
                 texts.push(content::part_text(&path, block)?);
             }
         }
+        if !found.is_empty() {
+            texts.push(found_text(&found));
+        }
         Ok(texts.join("\n"))
     }
 
-    fn reference(&mut self, path: &str, block: &Value) -> Result<String, ApiError> {
+    /// The declaration of a tool that was found.
+    fn reference(&mut self, path: &str, block: &Value) -> Result<Tool, ApiError> {
         let name = block.get("tool_name").and_then(Value::as_str).unwrap_or_default();
-        let tool = self.tools.deferred.iter().chain(&self.tools.prompt).find(|t| t.name() == name);
-        match tool {
-            Some(tool) => Ok(Value::Object(tool.as_map().clone()).to_string()),
-            None => Err(ApiError::invalid(
+        self.tools.reference(name).cloned().ok_or_else(|| {
+            ApiError::invalid(
                 format!("{path}.tool_name"),
                 format!("names {}, which is not declared", quoted(&Value::from(name))),
-            )),
-        }
+            )
+        })
     }
 
     fn assistant(&mut self, path: &str, content: Value) -> Result<(), ApiError> {
@@ -416,11 +393,11 @@ impl Reader<'_> {
     fn search_result(&mut self, path: &str, block: &Value) -> Result<String, ApiError> {
         let content = block.get("content").cloned().unwrap_or_default();
         if let Some(references) = content.get("tool_references").and_then(Value::as_array) {
-            let lines: Result<Vec<_>, _> = references.iter().map(|r| self.reference(path, r)).collect();
-            return Ok(lines?.join("\n"));
+            let tools: Result<Vec<Tool>, _> = references.iter().map(|r| self.reference(path, r)).collect();
+            return Ok(found_text(&tools?));
         }
         let code = content.get("error_code").and_then(Value::as_str).unwrap_or("unavailable");
-        Ok(format!("Error: {code}"))
+        Ok(search::failed_text(code))
     }
 }
 
@@ -462,6 +439,7 @@ impl Assistant {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     fn body(messages: Value) -> Value {
         json!({"model": "demo", "max_tokens": 16, "messages": messages})

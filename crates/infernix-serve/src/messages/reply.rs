@@ -5,7 +5,7 @@
 
 use super::signature;
 use crate::error::{ApiError, Wire};
-use crate::piece::{End, Finish, Piece, TokenUsage};
+use crate::piece::{End, Finish, Found, Piece, TokenUsage};
 use crate::reply::{Frames, Reply, Running};
 use crate::tools::{Call, Identity, Tools};
 use serde_json::{Value, json};
@@ -205,6 +205,24 @@ impl MessagesReply {
         self.block_stop(json!({"type": kind, "id": id, "name": name, "input": arguments}));
     }
 
+    fn found(&mut self, found: &Found) {
+        self.close();
+        let content = match &found.tools {
+            Ok(tools) => {
+                let references: Vec<Value> =
+                    tools.iter().map(|t| json!({"type": "tool_reference", "tool_name": t.name()})).collect();
+                json!({"type": "tool_search_tool_search_result", "tool_references": references})
+            }
+            Err(code) => json!({"type": "tool_search_tool_result_error", "error_code": code}),
+        };
+        let id = found.call.replace("toolu_", "srvtoolu_");
+        let block = json!({"type": "tool_search_tool_result", "tool_use_id": id, "content": content});
+        self.block_start(&block);
+        self.block_stop(block);
+        self.past_thinking = self.client_calls;
+        self.past_text = self.client_calls;
+    }
+
     fn end(&mut self, end: &End) {
         self.close();
         self.usage = end.usage;
@@ -244,6 +262,7 @@ impl Reply for MessagesReply {
             Piece::Reasoning(text) => self.thinking(&text),
             Piece::Content(text, _) => self.content(&text),
             Piece::Call(call) => self.call(&call),
+            Piece::Found(found) => self.found(&found),
             Piece::End(end) => self.end(&end),
         }
     }

@@ -12,6 +12,7 @@ use crate::tools::Tools;
 use crate::turn::Turn;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use infernix_text::tools::found_text;
 use infernix_text::{Content, Message, Role, ToolCall};
 use serde_json::{Map, Value};
 
@@ -211,17 +212,13 @@ impl Reader<'_> {
     /// Tools that a search gave become callable; the prompt shows them here, never in its tools block.
     fn found_tools(&mut self, path: &str, fields: &mut Fields) -> Result<String, ApiError> {
         let before = self.turn.tools.found.len();
-        let mut shown = Vec::new();
         for (i, value) in fields.list("tools")?.unwrap_or_default().into_iter().enumerate() {
             let path = format!("{path}.tools[{i}]");
             let mut tool = Fields::new(&path, value)?;
             let kind = tool.need_string("type")?;
             declared(&mut self.turn.tools, &path, &kind, &mut tool, None, true)?;
         }
-        for tool in &self.turn.tools.found[before..] {
-            shown.push(Value::Object(tool.as_map().clone()).to_string());
-        }
-        Ok(shown.join("\n"))
+        Ok(found_text(&self.turn.tools.found[before..]))
     }
 }
 

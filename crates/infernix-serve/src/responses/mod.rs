@@ -10,7 +10,7 @@ pub(crate) use store::{Store, Stored};
 
 use crate::error::ApiError;
 use crate::fields::{Fields, wrong};
-use crate::messages::search_function;
+use crate::search;
 use crate::tools::{Function, Identity, ToolChoice, Tools};
 use crate::turn::{ContentFormat, MAX_STOPS, MAX_TOP_LOGPROBS, Turn};
 use infernix_text::{Message, Role};
@@ -228,7 +228,7 @@ fn read_tools(fields: &mut Fields, turn: &mut Turn) -> Result<(), ApiError> {
                     };
                     turn.tools.function(function, Identity::ClientSearch)?;
                 } else {
-                    search_function(&mut turn.tools, path, "tool_search".to_owned(), false)?;
+                    search::declare(&mut turn.tools, path, "tool_search".to_owned(), false)?;
                 }
             }
             kind => declared(&mut turn.tools, &path, kind, &mut tool, None, false)?,

@@ -6,9 +6,10 @@
 use super::input::mirror;
 use crate::error::ApiError;
 use crate::ids;
-use crate::piece::{End, Finish, Piece, TokenLogprob, TokenUsage};
+use crate::piece::{End, Finish, Found, Piece, TokenLogprob, TokenUsage};
 use crate::reply::{Frames, Reply, Running};
 use crate::tools::{Call, Identity};
+use infernix_text::Tool;
 use serde_json::{Map, Value, json};
 
 /// What a response repeats of its request.
@@ -49,6 +50,7 @@ pub(crate) struct ResponsesReply {
     output: Vec<Value>,
     past_reasoning: bool,
     past_message: bool,
+    client_calls: bool,
     status: &'static str,
     usage: Option<TokenUsage>,
     frames: Frames,
@@ -76,6 +78,7 @@ impl ResponsesReply {
             output: Vec::new(),
             past_reasoning: false,
             past_message: false,
+            client_calls: false,
             status: "in_progress",
             usage: None,
             frames: Frames::default(),
@@ -251,6 +254,7 @@ impl ResponsesReply {
         self.close("completed");
         self.past_reasoning = true;
         self.past_message = true;
+        self.client_calls |= !matches!(call.identity, Identity::ServerSearch { .. });
         match &call.identity {
             Identity::Custom { name } => self.custom(call, name),
             Identity::ClientSearch | Identity::ServerSearch { .. } => {
@@ -302,6 +306,22 @@ impl ResponsesReply {
         self.done(item(&input));
     }
 
+    fn found(&mut self, found: &Found) {
+        self.close("completed");
+        let tools: Vec<Value> = found.tools.iter().flatten().map(found_tool).collect();
+        let id = ids::fresh("tso_");
+        let item = |status: &str, tools: Value| {
+            json!({
+                "id": id, "type": "tool_search_output", "call_id": found.call, "status": status,
+                "execution": "server", "tools": tools,
+            })
+        };
+        self.added(item("in_progress", json!([])));
+        self.done(item("completed", tools.into()));
+        self.past_reasoning = self.client_calls;
+        self.past_message = self.client_calls;
+    }
+
     fn end(&mut self, end: &End) {
         self.usage = Some(end.usage);
         let cut = matches!(end.finish, Finish::Length | Finish::Context);
@@ -319,6 +339,17 @@ impl ResponsesReply {
     }
 }
 
+/// A found tool as Responses declares tools.
+fn found_tool(tool: &Tool) -> Value {
+    let mut map = Map::from_iter([("type".to_owned(), Value::from("function"))]);
+    if let Some(Value::Object(function)) = tool.as_map().get("function") {
+        map.extend(function.clone());
+    }
+    map.insert("strict".to_owned(), false.into());
+    map.insert("defer_loading".to_owned(), true.into());
+    Value::Object(map)
+}
+
 impl Reply for ResponsesReply {
     fn push(&mut self, _: usize, piece: Piece, _: &Running) {
         if self.ended {
@@ -330,6 +361,7 @@ impl Reply for ResponsesReply {
             Piece::Reasoning(text) => self.reasoning(&text),
             Piece::Content(text, tokens) => self.content(&text, &tokens),
             Piece::Call(call) => self.call(&call),
+            Piece::Found(found) => self.found(&found),
             Piece::End(end) => self.end(&end),
             Piece::Failed(error) => {
                 self.open = None;

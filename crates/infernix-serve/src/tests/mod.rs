@@ -1,0 +1,9 @@
+//! The server from outside, over an engine that plays scripts.
+
+mod bodies;
+mod checker;
+mod client;
+mod faults;
+mod property;
+mod protocols;
+mod security;
