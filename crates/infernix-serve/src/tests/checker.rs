@@ -294,19 +294,17 @@ pub(super) fn messages(stream: &str) -> Checked<Said> {
 /// A Responses stream; also gives the final response.
 pub(super) fn responses(stream: &str) -> Checked<(Said, Value)> {
     let mut said = Said::default();
-    let mut sequence = 0;
     let mut state = 0;
     let mut items: Vec<Value> = Vec::new();
     let mut open: Option<(Value, String, bool)> = None;
     let mut last = Value::Null;
-    for (name, data) in frames(stream)? {
+    for (sequence, (name, data)) in frames(stream)?.into_iter().enumerate() {
         let event = parse(&data)?;
         let name = name.ok_or("no name")?;
         need(
             event["type"] == name.as_str() && event["sequence_number"] == sequence && state < 3,
             "name or sequence",
         )?;
-        sequence += 1;
         match name.strip_prefix("response.").ok_or("prefix")? {
             "created" => {
                 need(state == 0 && event["response"]["output"] == json!([]), "created")?;
