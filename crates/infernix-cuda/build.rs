@@ -2,7 +2,7 @@
 //!
 //! nvcc is looked for in `INFERNIX_NVCC`, `CUDA_HOME/bin`, `PATH` and `.venv-cuda` of the workspace. Without it the
 //! crate builds with an empty list of targets. `INFERNIX_CUDA_ARCHS` is a comma-separated list such as
-//! `sm_90a,sm_120f`; `fp4*.cu` exist for `sm_120a` only.
+//! `sm_90a,sm_120f`; `fp4*.cu` exist for `sm_120a` only, `*_sm90a.cu` for `sm_90a` only.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -55,6 +55,8 @@ fn main() {
                 } else {
                     vec![]
                 }
+            } else if stem.ends_with("_sm90a") {
+                archs.iter().filter(|a| *a == "sm_90a").cloned().collect()
             } else {
                 archs.clone()
             };

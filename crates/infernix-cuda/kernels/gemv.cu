@@ -31,7 +31,9 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
   constexpr int RED = RT * 8 * 20;                 // floats of one warp's partial tile (column stride 20)
 
   const int stage_bytes = 16 * pitch;
-  const int side_bytes = ((16 * scale_pitch + 127) & ~127) + ((16 * high_pitch + 127) & ~127);
+  // Tile scales (F_FP8B) are few and shared by rows: they are read where they are used.
+  const int side_pitch = F == F_FP8B ? 0 : scale_pitch;
+  const int side_bytes = ((16 * side_pitch + 127) & ~127) + ((16 * high_pitch + 127) & ~127);
   const u32 s_bar = smem_u32(smem);                // full[stages], empty[stages]
   const u32 s_red = s_bar + 256;
   const u32 s_side = s_red + 2 * 16 * RED * 4;
@@ -61,14 +63,14 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
       const bool side = c == 0 && side_slots > 0;
       const u32 full = s_bar + 8 * slot;
       __syncwarp();
-      if (lane == 0) mbar_expect(full, rows * bytes + (side ? 16 * (scale_pitch + high_pitch) : 0));
+      if (lane == 0) mbar_expect(full, rows * bytes + (side ? 16 * (side_pitch + high_pitch) : 0));
       __syncwarp();
       if (lane < rows)
         bulk_load(s_stage + slot * stage_bytes + lane * pitch, codes + (size_t)(tile * 16 + lane) * code_pitch + (size_t)st0 * T::STEP_BYTES, bytes, full);
       if (side && lane == 0) {
         const u32 dst = s_side + (ti % slot_mod) * side_bytes;
-        if (scale_pitch) bulk_load(dst, scales + (size_t)tile * 16 * scale_pitch, 16 * scale_pitch, full);
-        if (high_pitch) bulk_load(dst + ((16 * scale_pitch + 127) & ~127), high + (size_t)tile * 16 * high_pitch, 16 * high_pitch, full);
+        if (side_pitch) bulk_load(dst, scales + (size_t)tile * 16 * side_pitch, 16 * side_pitch, full);
+        if (high_pitch) bulk_load(dst + ((16 * side_pitch + 127) & ~127), high + (size_t)tile * 16 * high_pitch, 16 * high_pitch, full);
       }
     }
     pdl_wait();
@@ -95,7 +97,7 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
   for (int ti = 0, j = 0; ti < my_tiles; ti++) {
     const int tile = blockIdx.x + ti * gridDim.x;
     const u32 side = s_side + (ti % max(side_slots, 1)) * side_bytes;
-    const u32 hside = side + ((16 * scale_pitch + 127) & ~127);
+    const u32 hside = side + ((16 * side_pitch + 127) & ~127);
     float acc[NT][4];
 #pragma unroll
     for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
@@ -120,12 +122,20 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
         }
         float s0 = 1.0f, s1 = 1.0f;
         if (T::GROUP) {
-          s0 = h2f(lds16(side + g * scale_pitch + 2 * s));
-          s1 = h2f(lds16(side + (g + 8) * scale_pitch + 2 * s));
+          if (F == F_FP8B) {
+            // Rows of a tile of 16 share their row of 128.
+            s0 = s1 = __ldg((const float*)(scales + (size_t)(tile >> 3) * scale_pitch) + (s >> 1));
+          } else if (F == F_MXFP8) {
+            s0 = e8m0f(lds8(side + g * side_pitch + s));
+            s1 = e8m0f(lds8(side + (g + 8) * side_pitch + s));
+          } else {
+            s0 = h2f(lds16(side + g * side_pitch + 2 * s));
+            s1 = h2f(lds16(side + (g + 8) * side_pitch + 2 * s));
+          }
         }
         if (F == F_NVFP4) {
-          r0.extra = lds8(side + g * scale_pitch + 4 * s + q);
-          r1.extra = lds8(side + (g + 8) * scale_pitch + 4 * s + q);
+          r0.extra = lds8(side + g * side_pitch + 4 * s + q);
+          r1.extra = lds8(side + (g + 8) * side_pitch + 4 * s + q);
         }
         if (F == F_Q5) {
           r0.extra = lds16(hside + g * high_pitch + 8 * s + 2 * q);
@@ -201,3 +211,5 @@ ENTRIES(gemv_q5, F_Q5)
 ENTRIES(gemv_q6, F_Q6)
 ENTRIES(gemv_nvfp4, F_NVFP4)
 ENTRIES(gemv_fp8, F_FP8)
+ENTRIES(gemv_fp8b, F_FP8B)
+ENTRIES(gemv_mxfp8, F_MXFP8)

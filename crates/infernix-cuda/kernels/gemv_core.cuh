@@ -6,17 +6,19 @@
 #pragma once
 #include "common.cuh"
 
-enum { F_BF16 = 0, F_Q8 = 1, F_Q4 = 2, F_Q5 = 3, F_Q6 = 4, F_NVFP4 = 5, F_FP8 = 6 };
+// F_FP8B: E4M3 with an FP32 scale per 128 x 128 tile. F_MXFP8: E4M3 with an E8M0 scale per 32 k.
+enum { F_BF16 = 0, F_Q8 = 1, F_Q4 = 2, F_Q5 = 3, F_Q6 = 4, F_NVFP4 = 5, F_FP8 = 6, F_FP8B = 7, F_MXFP8 = 8 };
 
 template <int F> struct Fmt {
-  static constexpr int STEP = (F == F_BF16 || F == F_Q8) ? 32 : 64;
+  static constexpr bool E4M3 = F == F_FP8 || F == F_FP8B || F == F_MXFP8;
+  static constexpr int STEP = (F == F_BF16 || F == F_Q8 || F == F_MXFP8) ? 32 : 64;
   static constexpr int LANE_K = STEP / 4;
-  static constexpr int STEP_BYTES = F == F_BF16 ? 64 : F == F_FP8 ? 64 : 32;
+  static constexpr int STEP_BYTES = F == F_BF16 || F == F_FP8 || F == F_FP8B ? 64 : 32;
   static constexpr int LANE_BYTES = STEP_BYTES / 4;
   // Rows of a staged tile are padded to this remainder of 128 bytes: no bank conflicts for the lane's access width.
   static constexpr int A_PAD = LANE_BYTES == 16 ? 64 : 32;
   static constexpr int X_PAD = LANE_K == 8 ? 64 : 16;
-  static constexpr bool GROUP = F == F_Q8 || F == F_Q4 || F == F_Q5 || F == F_Q6;
+  static constexpr bool GROUP = F == F_Q8 || F == F_Q4 || F == F_Q5 || F == F_Q6 || F == F_FP8B || F == F_MXFP8;
   static constexpr int MMAS = STEP / 16;
   // k pairs of a register are (i, i+4) instead of (2i, 2i+1) within eight codes.
   static constexpr bool PERM = F == F_Q4 || F == F_Q5 || F == F_Q6 || F == F_NVFP4;
@@ -63,6 +65,9 @@ DEV void expand_e4m3(u32 w, u32* r) {
 // subnormals included; two exact products lift it.
 DEV u32 block_scale(u32 b) { return hmul2(hmul2(b * 0x00100010u, 0x7b807b80u), 0x7a807a80u); }
 
+// Value of an E8M0 word: 2^(b - 127), its smallest a subnormal.
+DEV float e8m0f(u32 b) { return __uint_as_float(b ? b << 23 : 0x00400000u); }
+
 // One lane's codes of one row and step, as stored.
 template <int F> struct Raw { u32 w[Fmt<F>::LANE_BYTES / 4]; u32 extra; };
 
@@ -74,9 +79,9 @@ template <int F> DEV void expand(const Raw<F>& c, u32* r) {
   } else if (F == F_Q8) {
     expand_i8(c.w[0], r);
     expand_i8(c.w[1], r + 2);
-  } else if (F == F_FP8) {
+  } else if (Fmt<F>::E4M3) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) expand_e4m3(c.w[i], r + 2 * i);
+    for (int i = 0; i < Fmt<F>::LANE_BYTES / 4; i++) expand_e4m3(c.w[i], r + 2 * i);
   } else if (F == F_NVFP4) {
     const u32 s = block_scale(c.extra);
     expand_nibbles<F>(c.w[0], 0, s, r);

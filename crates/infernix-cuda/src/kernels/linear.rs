@@ -19,14 +19,27 @@ pub enum WeightFormat {
     Q6G64,
     /// E2M1 nibbles, row-major E4M3 scale per 16, FP32 multiplier or divisor.
     Nvfp4,
-    /// E4M3 codes, BF16 scale per row.
+    /// E4M3 codes, BF16 scale per row or none, then the tensor's FP32 factor (1 where there is none).
     Fp8Row,
+    /// E4M3 codes, FP32 scale per 128 x 128 tile, tile rows of `scale_pitch` bytes.
+    Fp8Block,
+    /// E4M3 codes, E8M0 scale per 32.
+    Mxfp8,
 }
 
 impl WeightFormat {
     /// All of them.
-    pub const ALL: [WeightFormat; 7] =
-        [Self::Bf16, Self::Q8G32, Self::Q4G64, Self::Q5G64, Self::Q6G64, Self::Nvfp4, Self::Fp8Row];
+    pub const ALL: [WeightFormat; 9] = [
+        Self::Bf16,
+        Self::Q8G32,
+        Self::Q4G64,
+        Self::Q5G64,
+        Self::Q6G64,
+        Self::Nvfp4,
+        Self::Fp8Row,
+        Self::Fp8Block,
+        Self::Mxfp8,
+    ];
 
     /// Name as in kernel entries.
     pub fn tag(self) -> &'static str {
@@ -38,20 +51,22 @@ impl WeightFormat {
             Self::Q6G64 => "q6",
             Self::Nvfp4 => "nvfp4",
             Self::Fp8Row => "fp8",
+            Self::Fp8Block => "fp8b",
+            Self::Mxfp8 => "mxfp8",
         }
     }
 
     /// k of one step of the kernels; K is padded to a multiple of it.
     pub fn step(self) -> usize {
         match self {
-            Self::Bf16 | Self::Q8G32 => 32,
+            Self::Bf16 | Self::Q8G32 | Self::Mxfp8 => 32,
             _ => 64,
         }
     }
 
     fn step_bytes(self) -> usize {
         match self {
-            Self::Bf16 | Self::Fp8Row => 64,
+            Self::Bf16 | Self::Fp8Row | Self::Fp8Block => 64,
             _ => 32,
         }
     }
@@ -65,8 +80,14 @@ impl WeightFormat {
             Self::Q5G64 => (k / 2, k / 8, k / 32),
             Self::Q6G64 => (k / 2, k / 4, k / 32),
             Self::Nvfp4 => (k / 2, 0, k / 16),
-            Self::Fp8Row => (k, 0, 0),
+            Self::Fp8Row | Self::Fp8Block => (k, 0, 0),
+            Self::Mxfp8 => (k, 0, k / 32),
         }
+    }
+
+    /// Bytes of one row of scales: of a weight row, or of a row of tiles (block FP8).
+    pub fn scale_pitch(self, k: usize) -> usize {
+        if self == Self::Fp8Block { 4 * k.div_ceil(128) } else { self.row_bytes(k).2 }
     }
 }
 
@@ -84,7 +105,7 @@ pub struct Linear {
     pub codes: DeviceBuffer,
     /// High-bit plane (q5, q6).
     pub high: Option<DeviceBuffer>,
-    /// Group or block scales, row-major.
+    /// Group, block or tile scales, row-major.
     pub scales: Option<DeviceBuffer>,
     /// BF16 scale of each row (fp8).
     pub row_scale: Option<DeviceBuffer>,
@@ -98,7 +119,11 @@ impl Linear {
     /// Bytes a matrix product must read.
     pub fn bytes(&self) -> usize {
         let (a, b, c) = self.format.row_bytes(self.k_pad);
-        self.n * (a + b + c) + if self.row_scale.is_some() { 2 * self.n } else { 0 }
+        let tiles = match self.format {
+            WeightFormat::Fp8Block => self.n.div_ceil(128) * self.format.scale_pitch(self.k_pad),
+            _ => 0,
+        };
+        self.n * (a + b + c) + tiles + if self.row_scale.is_some() { 2 * self.n } else { 0 }
     }
 }
 
@@ -333,7 +358,8 @@ impl Gemv {
         out: Out,
         pdl: bool,
     ) -> Result<()> {
-        let (cp, hp, sp) = w.format.row_bytes(w.k_pad);
+        let (cp, hp, _) = w.format.row_bytes(w.k_pad);
+        let sp = w.format.scale_pitch(w.k_pad);
         let p = &self.plan;
         let mode = usize::from(out == Out::F32) | usize::from(w.divide) << 1;
         let ptr = |b: &Option<DeviceBuffer>| b.as_ref().map_or(0, DeviceBuffer::ptr);

@@ -11,6 +11,7 @@ pub mod hyper;
 pub mod linear;
 pub mod rows;
 pub mod select;
+pub mod tile;
 
 pub use attention::{Paging, Selection};
 pub use linear::{Linear, WeightFormat};

@@ -70,6 +70,14 @@ pub fn quantise(x: &[u16], g: f32, divisor: bool) -> A4 {
     A4 { codes, scales }
 }
 
+impl A4 {
+    /// Code times block scale, without the input scale.
+    pub fn values(&self) -> Vec<f64> {
+        let value = |(i, c): (usize, &i32)| f64::from(*c) * 0.5 * self.scales[i / 16] as f64 / 512.0;
+        self.codes.iter().enumerate().map(value).collect()
+    }
+}
+
 /// Random rg16 record of one expert: gate/up rows interleaved, then down. Scale words cover the whole legal range with
 /// some zeros, centred where products stay in range.
 pub fn random_record(rng: &mut Rng, h: usize, i: usize) -> Vec<u8> {
@@ -105,6 +113,21 @@ fn dot(rec: &[u8], base: usize, row: usize, k: usize, x: &A4) -> i64 {
         sum += i64::from(p) * (e4m3(unit[128 + r]) * 512.0) as i64 * x.scales[b];
     }
     sum
+}
+
+/// Values of row `row` of a matrix of rg16 units at `base` with `k` columns, without the tensor's scale.
+pub fn row(rec: &[u8], base: usize, row: usize, k: usize) -> Vec<f64> {
+    let (group, r) = (row / 16, row % 16);
+    let mut out = Vec::with_capacity(k);
+    for b in 0..k / 16 {
+        let unit = &rec[base + (group * (k / 16) + b) * 144..][..144];
+        for i in 0..16 {
+            let byte = unit[32 * (i / 4) + 4 * (r % 8) + i % 4];
+            let code = if r < 8 { byte & 15 } else { byte >> 4 };
+            out.push(f64::from(DOUBLED[usize::from(code)]) * 0.5 * f64::from(e4m3(unit[128 + r])));
+        }
+    }
+    out
 }
 
 /// Scales of one expert: fl32(weight * input) for gate, up, down, and the input scales.

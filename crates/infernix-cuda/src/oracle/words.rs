@@ -90,6 +90,33 @@ impl Words {
                 w.codes.iter_mut().for_each(|c| *c = if *c & 0x7F == 0x7F { 0x7E } else { *c });
                 w.row_scale =
                     (0..n).map(|_| f32_to_bf16((norm / 110.0 * (0.5 + rng.unit())) as f32)).collect();
+                // A third of the tensors have one factor instead.
+                if rng.below(3) == 0 {
+                    w.row_scale.clear();
+                    w.tensor_scale = (norm / 110.0) as f32;
+                }
+            }
+            WeightFormat::Fp8Block => {
+                w.codes = rng.bytes(n * cb);
+                w.codes.iter_mut().for_each(|c| *c = if *c & 0x7F == 0x7F { 0x7E } else { *c });
+                w.scales = (0..n.div_ceil(128) * k_pad.div_ceil(128))
+                    .flat_map(|_| ((norm / 110.0 * (0.5 + rng.unit())) as f32).to_le_bytes())
+                    .collect();
+            }
+            WeightFormat::Mxfp8 => {
+                w.codes = rng.bytes(n * cb);
+                w.codes.iter_mut().for_each(|c| *c = if *c & 0x7F == 0x7F { 0x7E } else { *c });
+                let centre = 127 + (norm / 110.0).log2().round() as i32;
+                // The smallest words are legal: 2^-127 is a subnormal.
+                w.scales = (0..n * sb)
+                    .map(|_| {
+                        if rng.below(64) == 0 {
+                            rng.below(3) as u8
+                        } else {
+                            (centre - 2 + rng.below(4) as i32) as u8
+                        }
+                    })
+                    .collect();
             }
         }
         // Zero codes beyond k.
@@ -97,7 +124,10 @@ impl Words {
             for i in k..k_pad {
                 match format {
                     WeightFormat::Bf16 => {}
-                    WeightFormat::Q8G32 | WeightFormat::Fp8Row => w.codes[r * cb + i] = 0,
+                    WeightFormat::Q8G32
+                    | WeightFormat::Fp8Row
+                    | WeightFormat::Fp8Block
+                    | WeightFormat::Mxfp8 => w.codes[r * cb + i] = 0,
                     _ => {
                         w.codes[r * cb + i / 2] &= if i % 2 == 0 { 0xF0 } else { 0x0F };
                         if format == WeightFormat::Q5G64 {
@@ -112,12 +142,33 @@ impl Words {
         w
     }
 
+    /// Block FP8 whose rows are not padded, as expert records hold them (K a multiple of 16).
+    pub fn random_unpadded(rng: &mut Rng, n: usize, k: usize) -> Self {
+        let mut w = Self::random(rng, WeightFormat::Fp8Block, n, k.div_ceil(64) * 64, 64);
+        let stored = w.k_pad;
+        w.codes = w.codes.chunks(stored).flat_map(|r| r[..k].to_vec()).collect();
+        (w.k, w.k_pad) = (k, k);
+        w
+    }
+
+    /// What multiplies a whole row: row scale, or the tensor's factor.
+    pub fn factor(&self, r: usize) -> f64 {
+        let t = f64::from(self.tensor_scale);
+        let t = if self.divide { 1.0 / t } else { t };
+        self.row_scale.get(r).map_or(t, |s| f64::from(bf16(*s)))
+    }
+
     /// Exact values of row `r`, `k_pad` of them (a division by a divisor is rounded to f64).
     pub fn row(&self, r: usize) -> Vec<f64> {
         let (cb, hb, sb) = self.format.row_bytes(self.k_pad);
         let codes = &self.codes[r * cb..(r + 1) * cb];
         let high = &self.high[r * hb..(r + 1) * hb];
-        let scales = &self.scales[r * sb..(r + 1) * sb];
+        let scales = if self.format == WeightFormat::Fp8Block {
+            let p = self.format.scale_pitch(self.k_pad);
+            &self.scales[r / 128 * p..(r / 128 + 1) * p]
+        } else {
+            &self.scales[r * sb..(r + 1) * sb]
+        };
         let scale16 = |g: usize| f64::from(f16(u16::from_le_bytes([scales[2 * g], scales[2 * g + 1]])));
         let nibble = |i: usize| codes[i / 2] >> (i % 2 * 4) & 15;
         let t = f64::from(self.tensor_scale);
@@ -138,7 +189,16 @@ impl Words {
                     let v = f64::from(e2m1(nibble(i))) * f64::from(e4m3(scales[i / 16]));
                     if self.divide { v / t } else { v * t }
                 }
-                WeightFormat::Fp8Row => f64::from(e4m3(codes[i])) * f64::from(bf16(self.row_scale[r])),
+                WeightFormat::Fp8Row => {
+                    f64::from(e4m3(codes[i])) * self.row_scale.get(r).map_or(t, |s| f64::from(bf16(*s)))
+                }
+                WeightFormat::Fp8Block => {
+                    let s = &scales[i / 128 * 4..][..4];
+                    f64::from(e4m3(codes[i])) * f64::from(f32::from_le_bytes([s[0], s[1], s[2], s[3]]))
+                }
+                WeightFormat::Mxfp8 => {
+                    f64::from(e4m3(codes[i])) * f64::from(i32::from(scales[i / 32]) - 127).exp2()
+                }
             })
             .collect()
     }
@@ -163,5 +223,10 @@ impl Words {
     /// `k_pad`.
     pub fn k_pad(&self) -> usize {
         self.k_pad
+    }
+
+    /// Code, high-bit and scale planes as stored.
+    pub fn planes(&self) -> [&[u8]; 3] {
+        [&self.codes, &self.high, &self.scales]
     }
 }

@@ -8,7 +8,7 @@ use crate::oracle::num::{Rng, bf16, parallel};
 use crate::oracle::w4a4;
 
 /// Distinct ids of one row by Zipf(s) over a seeded permutation, as synthetic routing does.
-fn zipf_ids(rng: &mut Rng, e: usize, top: usize, s: f64, perm: &[usize]) -> Vec<i32> {
+pub(super) fn zipf_ids(rng: &mut Rng, e: usize, top: usize, s: f64, perm: &[usize]) -> Vec<i32> {
     let weights: Vec<f64> = (0..e).map(|i| 1.0 / ((i + 1) as f64).powf(s)).collect();
     let total: f64 = weights.iter().sum();
     let mut ids: Vec<i32> = Vec::new();
@@ -27,7 +27,7 @@ fn zipf_ids(rng: &mut Rng, e: usize, top: usize, s: f64, perm: &[usize]) -> Vec<
     ids
 }
 
-fn permutation(rng: &mut Rng, n: usize) -> Vec<usize> {
+pub(super) fn permutation(rng: &mut Rng, n: usize) -> Vec<usize> {
     let mut p: Vec<usize> = (0..n).collect();
     for i in (1..n).rev() {
         p.swap(i, rng.below(i + 1));
@@ -35,17 +35,25 @@ fn permutation(rng: &mut Rng, n: usize) -> Vec<usize> {
     p
 }
 
-struct Layer {
-    records: Vec<Vec<u8>>,
-    scales: Vec<w4a4::Scales>,
+pub(super) struct Layer {
+    pub(super) records: Vec<Vec<u8>>,
+    pub(super) scales: Vec<w4a4::Scales>,
+    pub(super) addresses: Vec<u64>,
     _bank: DeviceBuffer,
     _table: DeviceBuffer,
     _alpha: DeviceBuffer,
     _input: DeviceBuffer,
-    table: ExpertTable,
+    pub(super) table: ExpertTable,
 }
 
-fn layer(run: &mut Run, e: usize, h: usize, i: usize, divisor: bool, distinct: usize) -> Result<Layer> {
+pub(super) fn layer(
+    run: &mut Run,
+    e: usize,
+    h: usize,
+    i: usize,
+    divisor: bool,
+    distinct: usize,
+) -> Result<Layer> {
     let records: Vec<Vec<u8>> =
         (0..distinct.min(e)).map(|_| w4a4::random_record(&mut run.rng, h, i)).collect();
     let bytes = records[0].len();
@@ -74,7 +82,7 @@ fn layer(run: &mut Run, e: usize, h: usize, i: usize, divisor: bool, distinct: u
     let addresses: Vec<u64> = (0..e).map(|x| bank.at(x * stride)).collect();
     let (t, a, n) = (run.dev.upload(&addresses)?, run.dev.upload(&alpha)?, run.dev.upload(&input)?);
     let table = ExpertTable { records: t.ptr(), alpha: a.ptr(), input: n.ptr(), divisor };
-    Ok(Layer { records, scales, _bank: bank, _table: t, _alpha: a, _input: n, table })
+    Ok(Layer { records, scales, addresses, _bank: bank, _table: t, _alpha: a, _input: n, table })
 }
 
 /// Equality at real and odd shapes, 1 to 32 rows, and the shared exponential over all BF16 inputs.

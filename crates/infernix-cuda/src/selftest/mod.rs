@@ -12,6 +12,7 @@ mod prefill;
 mod rows;
 mod select;
 mod state;
+mod tile;
 
 use crate::driver::{Device, Stream};
 use crate::error::Result;
@@ -45,12 +46,16 @@ pub const FAMILIES: &[&str] = &[
     "experts",
     "experts_bench",
     "state",
+    "gdn_chunk",
     "hyper",
     "router",
     "rows",
     "attention",
     "select",
     "gemm",
+    "tile",
+    "tile_experts",
+    "tile_bench",
     "prefill",
 ];
 
@@ -147,12 +152,16 @@ pub fn selftest(options: &Options) -> Result<Value> {
             "experts" => experts::check(&mut run),
             "experts_bench" => experts::bench(&mut run),
             "state" => state::run(&mut run),
+            "gdn_chunk" => state::chunk(&mut run),
             "hyper" => hyper::run(&mut run),
             "router" => experts::router(&mut run),
             "rows" => rows::run(&mut run),
             "attention" => attention::run(&mut run),
             "select" => select::run(&mut run),
             "gemm" => prefill::gemm(&mut run),
+            "tile" => tile::dense(&mut run),
+            "tile_experts" => tile::experts(&mut run),
+            "tile_bench" => tile::bench(&mut run),
             _ => prefill::attention(&mut run),
         };
         let faulted = done.is_err();

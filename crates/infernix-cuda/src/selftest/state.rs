@@ -2,7 +2,7 @@
 
 use super::Run;
 use crate::error::Result;
-use crate::kernels::gdn::{GdnArgs, GdnStep};
+use crate::kernels::gdn::{ChunkArgs, GdnArgs, GdnChunk, GdnStep};
 use crate::oracle::num::{bf16, parallel, rbf, sigmoid, silu};
 
 /// Inputs of one lane on the host.
@@ -39,6 +39,12 @@ fn reference(l: &Lane<'_>, keep: usize) -> (Vec<f64>, Vec<f32>) {
             u[t * c + ch] = f64::from(rbf(silu(s) as f32));
         }
     }
+    recur(l, &u, keep)
+}
+
+/// The rule on `u` (q | k | v behind convolution and silu).
+fn recur(l: &Lane<'_>, u: &[f64], keep: usize) -> (Vec<f64>, Vec<f32>) {
+    let c = 2 * l.nk * 128 + l.nv * 128;
     let heads = parallel(l.nv, |h| {
         let kh = h / (l.nv / l.nk);
         let mut s: Vec<f64> = l.state[h * 16384..(h + 1) * 16384].iter().map(|v| f64::from(*v)).collect();
@@ -231,6 +237,147 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 })?;
                 run.timed("gdn_step", format!("{nk}/{nv} heads, {n} columns"), us, bytes);
             }
+        }
+    }
+    Ok(())
+}
+
+/// Chunked form: bounds of the step against the token-by-token rule, equality over spans and block widths, rates.
+pub(super) fn chunk(run: &mut Run) -> Result<()> {
+    for (nk, nv, rows, kind) in [
+        (16usize, 48usize, 320usize, 0usize),
+        (16, 32, 65, 1),
+        (2, 4, 1000, 2),
+        (1, 3, 1, 0),
+        (1, 1, 63, 1),
+        (2, 2, 128, 2),
+    ] {
+        let c = 2 * nk * 128 + nv * 128;
+        let pitch = c + 8;
+        let mut y = run.rng.bf16(rows * pitch, 1.0);
+        // silu leaves more small values than large ones.
+        y.iter_mut()
+            .for_each(|w| *w = crate::oracle::num::f32_to_bf16(silu(f64::from(bf16(*w)) * 2.0) as f32));
+        let (mut a, mut b) = (run.rng.bf16(rows * nv, 2.0), run.rng.bf16(rows * nv, 2.0));
+        if kind == 1 {
+            // Keys close to one another, full writes, slow decay: the inverse is far from the identity.
+            let base = run.rng.bf16(pitch, 1.0);
+            for t in 0..rows {
+                for i in nk * 128..2 * nk * 128 {
+                    let v = bf16(base[i]) + 0.3 * bf16(y[t * pitch + i]);
+                    y[t * pitch + i] = crate::oracle::num::f32_to_bf16(v);
+                }
+            }
+            b.iter_mut().for_each(|w| *w = 0x4080);
+            a.iter_mut().for_each(|w| *w = 0xC0A0);
+        } else if kind == 2 {
+            // Some tokens forget almost everything.
+            a.iter_mut().step_by(7).for_each(|w| *w = 0x4180);
+        }
+        let a_log: Vec<f32> = (0..nv).map(|_| (run.rng.unit() * 15.0 + 1.0).ln() as f32).collect();
+        let dt = run.rng.f32(nv, 2.0);
+        let state = run.rng.f32(nv * 16384, 0.1);
+        let u: Vec<f64> = (0..rows * c).map(|i| f64::from(bf16(y[i / c * pitch + i % c]))).collect();
+        let l = Lane {
+            nk,
+            nv,
+            y: &[],
+            conv: &[],
+            w: &[],
+            a: &a,
+            b: &b,
+            a_log: &a_log,
+            dt: &dt,
+            state: &state,
+            cols: rows,
+        };
+        let (ro, rs) = recur(&l, &u, rows);
+        let (dy, da, db) = (run.dev.upload(&y)?, run.dev.upload(&a)?, run.dev.upload(&b)?);
+        let (dl, dd) = (run.dev.upload(&a_log)?, run.dev.upload(&dt)?);
+        let mut first: Option<(Vec<u16>, Vec<f32>)> = None;
+        for (values, span) in [(32usize, rows), (32, 128), (64, rows)] {
+            // Where shared memory does not hold the wide block, the narrow one is the only one.
+            let Ok(k) = GdnChunk::with_values(&run.dev, nk, nv, values) else { continue };
+            let ds = run.dev.upload(&state)?;
+            let op = nv * 128 + 4;
+            let o = run.dev.alloc(rows * op * 2)?;
+            let bytes = k.scratch(span);
+            let scratch = run.dev.alloc(bytes)?;
+            let args = ChunkArgs {
+                y: dy.ptr(),
+                y_pitch: pitch,
+                a: da.ptr(),
+                b: db.ptr(),
+                ab_pitch: nv,
+                a_log: dl.ptr(),
+                dt_bias: dd.ptr(),
+                state: ds.ptr(),
+                o: o.ptr(),
+                o_pitch: op,
+                rows,
+                scratch: scratch.ptr(),
+                scratch_bytes: bytes,
+            };
+            k.launch(&run.stream, &args, false)?;
+            run.stream.synchronize()?;
+            let raw: Vec<u16> = o.read(0, rows * op)?;
+            let go: Vec<u16> =
+                (0..rows * nv * 128).map(|i| raw[i / (nv * 128) * op + i % (nv * 128)]).collect();
+            let gs: Vec<f32> = ds.read(0, nv * 16384)?;
+            let case = format!("{nk}/{nv} heads, {rows} rows, inputs {kind}");
+            if let Some((fo, fs)) = &first {
+                let bad = go.iter().zip(fo).filter(|(a, b)| a != b).count()
+                    + gs.iter().zip(fs).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                run.check(
+                    "gdn_chunk",
+                    format!("{case}: blocks of {values}, spans of {span}: same bits"),
+                    bad as f64,
+                    true,
+                );
+            } else {
+                let e = l2(go.iter().map(|w| f64::from(bf16(*w))), ro.iter().copied());
+                run.check("gdn_chunk o", format!("{case}, relative L2 4e-3"), e / 4e-3, false);
+                let e = l2(gs.iter().map(|v| f64::from(*v)), rs.iter().map(|v| f64::from(*v)));
+                run.check("gdn_chunk state", format!("{case}, relative L2 3e-4"), e / 3e-4, false);
+                first = Some((go, gs));
+            }
+        }
+    }
+    if run.bench {
+        let (nk, nv, rows) = (16usize, 48usize, 8192usize);
+        let c = 2 * nk * 128 + nv * 128;
+        let y = run.dev.upload(&run.rng.bf16(rows * c, 0.5))?;
+        let (a, b) =
+            (run.dev.upload(&run.rng.bf16(rows * nv, 1.0))?, run.dev.upload(&run.rng.bf16(rows * nv, 1.0))?);
+        let (al, dt) = (run.dev.upload(&vec![0.5f32; nv])?, run.dev.upload(&vec![0.1f32; nv])?);
+        let state = run.dev.upload(&vec![0f32; nv * 16384])?;
+        let o = run.dev.alloc(rows * nv * 128 * 2)?;
+        for (values, span) in [(32usize, 8192usize), (64, 8192), (32, 2048)] {
+            let k = GdnChunk::with_values(&run.dev, nk, nv, values)?;
+            let bytes = k.scratch(span);
+            let scratch = run.dev.alloc(bytes)?;
+            let args = ChunkArgs {
+                y: y.ptr(),
+                y_pitch: c,
+                a: a.ptr(),
+                b: b.ptr(),
+                ab_pitch: nv,
+                a_log: al.ptr(),
+                dt_bias: dt.ptr(),
+                state: state.ptr(),
+                o: o.ptr(),
+                o_pitch: nv * 128,
+                rows,
+                scratch: scratch.ptr(),
+                scratch_bytes: bytes,
+            };
+            let us = run.time(1, |_| k.launch(&run.stream, &args, true))?;
+            run.timed(
+                "gdn_chunk",
+                format!("{nk}/{nv} heads, {rows} rows, blocks of {values}, spans of {span}"),
+                us,
+                rows * c * 2,
+            );
         }
     }
     Ok(())

@@ -1,0 +1,143 @@
+// Activations for the tile products, and the order of the experts' rows.
+#include "w4a4.cuh"
+
+// Where a register of the fragments comes from, by format: see Fmt and Tile. Slot q of unit u holds two values of k within 64.
+enum { O_32 = 0, O_64 = 1, O_64P = 2, O_16 = 3 };
+
+// Tile of `n` tokens (row r of tile t: jobs ? list[first + r] / top or first + r : t * width + r) to [k/8][token][8] a chunk of 64 k,
+// k permuted. With in_scale, blocks of 16 are quantised to E2M1 x E4M3 with the expert's input scale and stored as those exact
+// products. grid (chunks of 64, tiles), width threads.
+template <int O>
+DEV void pack_body(const u16* __restrict__ x, const int* __restrict__ jobs, const int* __restrict__ count, const int* __restrict__ list,
+                   const float* __restrict__ in_scale, u8* __restrict__ out, int x_pitch, int kx, int rows, int top, int which, int divisor) {
+  pdl_launch();
+  pdl_wait();
+  const int c = blockIdx.x, chunks = gridDim.x, tile = blockIdx.y, r = threadIdx.x, width = blockDim.x;
+  int first = tile * width, n = min(width, rows - first), base = first, expert = 0;
+  if (jobs) {
+    if (tile >= *count) return;
+    const int4 j = *(const int4*)(jobs + tile * 4);
+    expert = j.x, first = j.y, n = j.z, base = j.w;
+  }
+  const int ntp = (n + 7) & ~7;
+  if (r >= ntp) return;
+  u32 v[32];
+  const int row = r < n ? (list ? list[first + r] / top : first + r) : -1;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    uint4 w = make_uint4(0, 0, 0, 0);
+    if (row >= 0 && c * 64 + i * 8 < kx) w = __ldg((const uint4*)(x + (size_t)row * x_pitch + c * 64 + i * 8));
+    v[4 * i] = w.x, v[4 * i + 1] = w.y, v[4 * i + 2] = w.z, v[4 * i + 3] = w.w;
+  }
+  if (in_scale) {
+    const float gs = in_scale[expert * 3 + which];
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      float m = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) m = fmaxf(m, fmaxf(fabsf(bf_lo(v[8 * b + i])), fabsf(bf_hi(v[8 * b + i]))));
+      const u32 s = e4m3_encode(divisor ? __fdiv_rn(__fmul_rn(m, gs), 6.0f) : __fdiv_rn(m, __fmul_rn(6.0f, gs)));
+      const float sv = e4m3_m8(s) * 256.0f, d = divisor ? __fdiv_rn(sv, gs) : __fmul_rn(sv, gs), half = 0.5f * sv;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float lo = bf_lo(v[8 * b + i]), hi = bf_hi(v[8 * b + i]);
+        v[8 * b + i] = s ? pack_bf((float)quant2(lo, d) * half, (float)quant2(hi, d) * half) : 0;
+      }
+    }
+  }
+  // Two values of k: word k/2, halves joined where they are not neighbours.
+  auto pair = [&](int k, int d) -> u32 {
+    if (d == 1) return v[k >> 1];
+    return __byte_perm(v[k >> 1], v[(k + d) >> 1], k & 1 ? 0x7632 : 0x5410);
+  };
+  u8* o = out + (size_t)base * chunks * 128 + (size_t)c * ntp * 128 + r * 16;
+#pragma unroll
+  for (int u = 0; u < 8; u++) {
+    const int m = u >> 1, h = u & 1;
+    u32 w[4];
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+      if (O == O_32) w[q] = pair((m >> 1) * 32 + 8 * q + 2 * (2 * (m & 1) + h), 1);
+      else if (O == O_64) w[q] = pair(16 * q + 2 * (2 * m + h), 1);
+      else if (O == O_64P) w[q] = pair(16 * q + 8 * (m >> 1) + (2 * m + h) % 4, 4);
+      else w[q] = pair(16 * m + 4 * q + h, 2);
+    }
+    *(uint4*)(o + (size_t)u * ntp * 16) = make_uint4(w[0], w[1], w[2], w[3]);
+  }
+}
+
+#define PACK(NAME, O)                                                                                                      \
+  extern "C" __global__ void __launch_bounds__(128) NAME(const u16* x, const int* jobs, const int* count, const int* list, \
+                                                         const float* in_scale, u8* out, int x_pitch, int kx, int rows,    \
+                                                         int top, int which, int divisor) {                                \
+    pack_body<O>(x, jobs, count, list, in_scale, out, x_pitch, kx, rows, top, which, divisor);                             \
+  }
+PACK(pack_32, O_32)
+PACK(pack_64, O_64)
+PACK(pack_64p, O_64P)
+PACK(pack_16, O_16)
+
+// Counts the picks of each expert and cuts them into jobs of at most `width` (a multiple of 8), experts ascending.
+//   jobs [n][4]: expert, first sorted place, picks, first place when each expert's picks are padded to 8
+//   count[0] = jobs, count[1] = picks;  base [E + 1]: first sorted place of each expert
+extern "C" __global__ void __launch_bounds__(1024) sort_count(const int* __restrict__ ids, int picks, int E, int width, int* __restrict__ jobs,
+                                                              int* __restrict__ count, int* __restrict__ base) {
+  __shared__ int n[1024], wa[32], wb[32], wc[32];
+  pdl_launch();
+  pdl_wait();
+  const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+  n[t] = 0;
+  __syncthreads();
+  for (int p = t; p < picks; p += 1024) atomicAdd(&n[ids[p]], 1);
+  __syncthreads();
+  const int c = n[t], j = (c + width - 1) / width, c8 = (c + 7) & ~7;
+  int a = c, b = j, d = c8;
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const int x = __shfl_up_sync(~0u, a, o), y = __shfl_up_sync(~0u, b, o), z = __shfl_up_sync(~0u, d, o);
+    if (lane >= o) a += x, b += y, d += z;
+  }
+  if (lane == 31) wa[warp] = a, wb[warp] = b, wc[warp] = d;
+  __syncthreads();
+  int pa = 0, pb = 0, pd = 0;
+  for (int i = 0; i < warp; i++) pa += wa[i], pb += wb[i], pd += wc[i];
+  a += pa - c, b += pb - j, d += pd - c8;
+  if (t < E) base[t] = a;
+  if (t == 1023) count[0] = b + j, count[1] = a + c, base[E] = a + c;
+  for (int k = 0; k < j; k++) *(int4*)(jobs + (size_t)(b + k) * 4) = make_int4(t, a + k * width, min(width, c - k * width), d + k * width);
+}
+
+// Places picks in sorted order, stable: list[place] = pick, slot[pick] = place. grid E, 256 threads.
+extern "C" __global__ void __launch_bounds__(256) sort_place(const int* __restrict__ ids, int picks, const int* __restrict__ base,
+                                                             int* __restrict__ list, int* __restrict__ slot) {
+  __shared__ int sums[2][8];
+  pdl_launch();
+  pdl_wait();
+  const int e = blockIdx.x, t = threadIdx.x, lane = t & 31, warp = t >> 5;
+  int at = base[e];
+  if (base[e + 1] == at) return;
+  for (int p0 = 0, buf = 0; p0 < picks; p0 += 1024, buf ^= 1) {
+    const int p = p0 + t * 4;
+    int id[4], mine = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) id[i] = p + i < picks ? ids[p + i] : -1, mine += id[i] == e;
+    int s = mine;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const int x = __shfl_up_sync(~0u, s, o);
+      if (lane >= o) s += x;
+    }
+    if (lane == 31) sums[buf][warp] = s;
+    __syncthreads();
+    int k = at + s - mine;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int x = sums[buf][i];
+      if (i < warp) k += x;
+      at += x;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (id[i] == e) list[k] = p + i, slot[p + i] = k, k++;
+  }
+}
