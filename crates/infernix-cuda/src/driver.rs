@@ -165,6 +165,8 @@ impl Device {
         unsafe {
             check("cuMemAlloc", sys::cuMemAlloc_v2(&mut ptr, padded))?;
             check("cuMemsetD8", sys::cuMemsetD8_v2(ptr, 0xFF, padded))?;
+            // The fill is asynchronous and in no order with streams: one that ran late would erase what a kernel wrote.
+            check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))?;
         }
         Ok(DeviceBuffer { device: self.clone(), ptr, bytes: len })
     }
@@ -273,7 +275,10 @@ impl DeviceBuffer {
         // SAFETY: the destination range was checked; the source is a live slice of plain values.
         check("cuMemcpyHtoD", unsafe {
             sys::cuMemcpyHtoD_v2(self.ptr + offset as u64, data.as_ptr().cast(), n)
-        })
+        })?;
+        // From pageable memory the call may return before the last part has arrived.
+        // SAFETY: the null stream is that of the context.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(std::ptr::null_mut()) })
     }
 
     /// Copies `n` elements from byte `offset`, synchronously.

@@ -4,9 +4,11 @@
 //! in elements unless said otherwise. `pdl` marks a launch whose predecessor in the stream is a kernel of this crate.
 
 pub mod attention;
+pub mod attention8;
 pub mod experts;
 pub mod gdn;
 pub mod gemm;
+pub mod ggml;
 pub mod hyper;
 pub mod linear;
 pub mod rows;

@@ -5,7 +5,9 @@
 //! L2 cache; `floor_share` is bytes over 4.3 TB/s (measured copy rate of the card the designs come from) over the time.
 
 mod attention;
+mod attention8;
 mod experts;
+mod ggml;
 mod hyper;
 mod linear;
 mod prefill;
@@ -43,6 +45,7 @@ impl Default for Options {
 pub const FAMILIES: &[&str] = &[
     "linear",
     "linear_bench",
+    "ggml",
     "experts",
     "experts_bench",
     "state",
@@ -51,6 +54,7 @@ pub const FAMILIES: &[&str] = &[
     "router",
     "rows",
     "attention",
+    "attention8",
     "select",
     "gemm",
     "tile",
@@ -149,6 +153,7 @@ pub fn selftest(options: &Options) -> Result<Value> {
         let done = match *family {
             "linear" => linear::check(&mut run),
             "linear_bench" => linear::bench(&mut run),
+            "ggml" => ggml::run(&mut run),
             "experts" => experts::check(&mut run),
             "experts_bench" => experts::bench(&mut run),
             "state" => state::run(&mut run),
@@ -157,6 +162,7 @@ pub fn selftest(options: &Options) -> Result<Value> {
             "router" => experts::router(&mut run),
             "rows" => rows::run(&mut run),
             "attention" => attention::run(&mut run),
+            "attention8" => attention8::run(&mut run),
             "select" => select::run(&mut run),
             "gemm" => prefill::gemm(&mut run),
             "tile" => tile::dense(&mut run),

@@ -1,0 +1,124 @@
+// Decode linears over GGML blocks as stored: y[c][n] = sum_k W[n][k] x[c][k], a warp a row.
+//
+// A lane takes 8 consecutive k of every 256: values exact in FP32 (types with a minimum round their difference once), an FP32
+// chain of fma in rising k, then the 32 sums by halves. A column's bits do not depend on the others.
+// With `tab` the matrix is that of an expert: block y is pick y, expert ids[y], input row y / top, output row y.
+#include "common.cuh"
+
+enum { T_Q8_0 = 0, T_IQ4_NL = 1, T_Q4_K = 2, T_Q6_K = 3, T_IQ3_S = 4 };
+template <int T> struct Block {
+  static constexpr int VALUES = T <= T_IQ4_NL ? 32 : 256;
+  static constexpr int BYTES = T == T_Q8_0 ? 34 : T == T_IQ4_NL ? 18 : T == T_Q4_K ? 144 : T == T_Q6_K ? 210 : 110;
+};
+
+DEV u32 half_at(const u8* p) { return __ldg((const u16*)p); }
+// Four bytes at an even address.
+DEV u32 word_at(const u8* p) { return half_at(p) | half_at(p + 2) << 16; }
+
+// The lane's 8 values of the 256 that start at `row`.
+template <int T> DEV void values(const u8* row, int lane, const u32* grid, float (&w)[8]) {
+  if (T == T_Q8_0) {
+    const u8* b = row + (lane >> 2) * 34;
+    const float d = h2f(half_at(b));
+    const u32 q[2] = {word_at(b + 2 + (lane & 3) * 8), word_at(b + 6 + (lane & 3) * 8)};
+#pragma unroll
+    for (int i = 0; i < 8; i++) w[i] = d * (float)(int)(signed char)(q[i >> 2] >> (8 * (i & 3)));
+  } else if (T == T_IQ4_NL) {
+    // Values 0-15 of a block are the low nibbles, 16-31 the high ones.
+    const u8* b = row + (lane >> 2) * 18;
+    const float d = h2f(half_at(b));
+    const u8* p = b + 2 + (lane & 1) * 8;
+    const int sh = lane & 2 ? 4 : 0;
+    const u32 q[2] = {word_at(p) >> sh, word_at(p + 4) >> sh};
+    // -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113, as bytes + 128.
+    const u64 lo = 0x766a5d4f3f2d1801ull, hi = 0xf1d9c5b5a6998d81ull;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const u32 c = (q[i >> 2] >> (8 * (i & 3))) & 15;
+      w[i] = d * (float)((int)(((c & 8 ? hi : lo) >> (8 * (c & 7))) & 255) - 128);
+    }
+  } else if (T == T_Q4_K) {
+    const int sub = lane >> 2;
+    const u32 dm = __ldg((const u32*)row);
+    const u32 p[3] = {__ldg((const u32*)row + 1), __ldg((const u32*)row + 2), __ldg((const u32*)row + 3)};
+    const int s8 = 8 * (sub & 3);
+    const u32 a = p[0] >> s8 & 255, b = p[1] >> s8 & 255, c = p[2] >> s8 & 255;
+    const u32 sc = sub < 4 ? a & 63 : (c & 15) | (a >> 6) << 4, mn = sub < 4 ? b & 63 : c >> 4 | (b >> 6) << 4;
+    const float scale = h2f(dm & 0xffff) * (float)sc, least = h2f(dm >> 16) * (float)mn;
+    const uint2 q = __ldg((const uint2*)(row + 16 + (sub >> 1) * 32 + (lane & 3) * 8));
+    const u32 n[2] = {q.x >> (4 * (sub & 1)), q.y >> (4 * (sub & 1))};
+#pragma unroll
+    for (int i = 0; i < 8; i++) w[i] = fmaf(scale, (float)((n[i >> 2] >> (8 * (i & 3))) & 15), -least);
+  } else if (T == T_Q6_K) {
+    const int k = lane * 8, h = k >> 7, l = (k >> 5) & 3, m = k & 31;
+    const float scale = h2f(half_at(row + 208)) * (float)(int)(signed char)__ldg(row + 192 + (k >> 4));
+    const u8 *pl = row + 64 * h + 32 * (l & 1) + m, *ph = row + 128 + 32 * h + m;
+    const u32 lo[2] = {word_at(pl) >> (4 * (l >> 1)), word_at(pl + 4) >> (4 * (l >> 1))};
+    const u32 hi[2] = {word_at(ph) >> (2 * l), word_at(ph + 4) >> (2 * l)};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int s = 8 * (i & 3);
+      w[i] = scale * (float)((int)((lo[i >> 2] >> s & 15) | (hi[i >> 2] >> s & 3) << 4) - 32);
+    }
+  } else {
+    // 8 values: two points of four, one byte of signs; a scale per 32.
+    const u32 codes = half_at(row + 2 + 2 * lane), high = __ldg(row + 66 + (lane >> 2)) >> (2 * (lane & 3)), signs = __ldg(row + 74 + lane);
+    const u32 nib = __ldg(row + 106 + (lane >> 3)) >> (4 * ((lane >> 2) & 1)) & 15;
+    const float scale = h2f(half_at(row)) * (float)(1 + 2 * nib);
+    const u32 g[2] = {__ldg(grid + ((codes & 255) | (high & 1) << 8)), __ldg(grid + (codes >> 8 | (high & 2) << 7))};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float v = scale * (float)(g[i >> 2] >> (8 * (i & 3)) & 255);
+      w[i] = signs >> i & 1 ? -v : v;
+    }
+  }
+}
+
+template <int T, int C>
+DEV void ggml_body(const u8* __restrict__ codes, const u64* __restrict__ tab, const int* __restrict__ ids, const u32* __restrict__ grid,
+                   const u16* __restrict__ x, void* __restrict__ y, int N, int K, int cols, int x_pitch, int y_pitch, int top, int mode) {
+  using B = Block<T>;
+  const int lane = threadIdx.x & 31, n = blockIdx.x * 8 + (threadIdx.x >> 5);
+  pdl_launch();
+  pdl_wait();
+  if (n >= N) return;
+  const int c0 = tab ? blockIdx.y : blockIdx.y * C, live = tab ? 1 : min(C, cols - c0);
+  const u8* row = (tab ? (const u8*)tab[ids[c0]] : codes) + (size_t)n * (K / B::VALUES) * B::BYTES;
+  const u16* xr = x + (size_t)(tab ? c0 / top : c0) * x_pitch;
+  float acc[C];
+#pragma unroll
+  for (int c = 0; c < C; c++) acc[c] = 0;
+#pragma unroll 2
+  for (int k = lane * 8; k < K; k += 256) {
+    float w[8];
+    values<T>(row + (size_t)((k - lane * 8) / B::VALUES) * B::BYTES, lane, grid, w);
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+      if (C > 1 && c >= live) break;
+      const uint4 v = __ldg((const uint4*)(xr + (size_t)c * x_pitch + k));
+      const u32 p[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[c] = fmaf(w[2 * i], bf_lo(p[i]), acc[c]), acc[c] = fmaf(w[2 * i + 1], bf_hi(p[i]), acc[c]);
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const float s = warp_sum(acc[c]);
+    if (lane || c >= live) continue;
+    if (mode & 1) ((float*)y)[(size_t)(c0 + c) * y_pitch + n] = s;
+    else ((u16*)y)[(size_t)(c0 + c) * y_pitch + n] = f2bf(s);
+  }
+}
+
+#define ENTRY(NAME, T, C)                                                                                                 \
+  extern "C" __global__ void __launch_bounds__(256) NAME##_##C(                                                           \
+      const u8* codes, const u64* tab, const int* ids, const u32* grid, const u16* x, void* y, int N, int K, int cols,    \
+      int x_pitch, int y_pitch, int top, int mode) {                                                                      \
+    ggml_body<T, C>(codes, tab, ids, grid, x, y, N, K, cols, x_pitch, y_pitch, top, mode);                                \
+  }
+#define ENTRIES(NAME, T) ENTRY(NAME, T, 1) ENTRY(NAME, T, 4) ENTRY(NAME, T, 8)
+ENTRIES(ggml_q8_0, T_Q8_0)
+ENTRIES(ggml_iq4_nl, T_IQ4_NL)
+ENTRIES(ggml_q4_k, T_Q4_K)
+ENTRIES(ggml_q6_k, T_Q6_K)
+ENTRIES(ggml_iq3_s, T_IQ3_S)

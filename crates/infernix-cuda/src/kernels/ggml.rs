@@ -1,0 +1,130 @@
+//! Decode linears over GGML blocks as stored.
+
+use super::linear::Out;
+use crate::driver::{Args, Device, DeviceBuffer, Kernel, Stream};
+use crate::error::{CudaError, Result};
+use infernix_formats::ggml::{self, GgmlType};
+use std::sync::Arc;
+
+/// `y[c][n] = sum_k w[n][k] x[c][k]` for 1-64 columns, the same bits for a column at every width. Values exact (types with a
+/// minimum round their difference to FP32 once), FP32 sums: the bound of the decode linear + 2^-24 sum |w x|.
+pub struct GgmlGemv {
+    kernels: [Kernel; 3],
+    grid: Option<DeviceBuffer>,
+    ty: GgmlType,
+}
+
+impl GgmlGemv {
+    /// Types with a kernel: those of the recipes.
+    pub const TYPES: [GgmlType; 5] =
+        [GgmlType::Q8_0, GgmlType::Iq4Nl, GgmlType::Q4K, GgmlType::Q6K, GgmlType::Iq3S];
+
+    /// Looks up the instances of a type.
+    pub fn new(dev: &Arc<Device>, ty: GgmlType) -> Result<Self> {
+        if !Self::TYPES.contains(&ty) {
+            return Err(CudaError::Shape {
+                kernel: "ggml",
+                what: format!("{} has no kernel; have {:?}", ty.name(), Self::TYPES.map(GgmlType::name)),
+            });
+        }
+        let k = |c: usize| dev.kernel(&format!("ggml_{}_{c}", ty.name().to_lowercase()), 0);
+        let grid = if ty == GgmlType::Iq3S { Some(dev.upload(&iq3_s_grid()?)?) } else { None };
+        Ok(GgmlGemv { kernels: [k(1)?, k(4)?, k(8)?], grid, ty })
+    }
+
+    fn shape(&self, k: usize, x_pitch: usize) -> Result<()> {
+        if !k.is_multiple_of(self.ty.block_len() as usize) || !x_pitch.is_multiple_of(8) {
+            let what =
+                format!("{}: K = {k} in blocks of {}, pitch {x_pitch}", self.ty.name(), self.ty.block_len());
+            return Err(CudaError::Shape { kernel: "ggml", what });
+        }
+        Ok(())
+    }
+
+    /// `codes`: `n` rows of blocks, 16-byte aligned; `x` BF16 `[cols][x_pitch]`; `y` `[cols][y_pitch]` of `out` words.
+    #[expect(clippy::too_many_arguments, reason = "two matrices and their pitches")]
+    pub fn launch(
+        &self,
+        s: &Stream,
+        codes: u64,
+        n: usize,
+        k: usize,
+        x: u64,
+        x_pitch: usize,
+        cols: usize,
+        y: u64,
+        y_pitch: usize,
+        out: Out,
+        pdl: bool,
+    ) -> Result<()> {
+        self.shape(k, x_pitch)?;
+        let (kernel, width) = match cols {
+            0 | 1 => (&self.kernels[0], 1),
+            2..=4 => (&self.kernels[1], 4),
+            _ => (&self.kernels[2], 8),
+        };
+        let grid = self.grid.as_ref().map_or(0, DeviceBuffer::ptr);
+        let args = Args::new().ptr(codes).ptr(0).ptr(0).ptr(grid).ptr(x).ptr(y);
+        let args = args.ints(&[n, k, cols, x_pitch, y_pitch, 1, usize::from(out == Out::F32)]);
+        s.launch(kernel, [n.div_ceil(8) as u32, cols.div_ceil(width) as u32, 1], 256, pdl, &args)
+    }
+
+    /// One matrix of the expert of each pick: `tab` U64 `[E]` addresses of its rows, `ids` I32 `[picks]`, input row `pick / top` of
+    /// `x` (`top` 1: the pick itself), `y` BF16 `[picks][y_pitch]`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts")]
+    pub fn experts(
+        &self,
+        s: &Stream,
+        tab: u64,
+        ids: u64,
+        picks: usize,
+        top: usize,
+        n: usize,
+        k: usize,
+        x: u64,
+        x_pitch: usize,
+        y: u64,
+        y_pitch: usize,
+        pdl: bool,
+    ) -> Result<()> {
+        self.shape(k, x_pitch)?;
+        let grid = self.grid.as_ref().map_or(0, DeviceBuffer::ptr);
+        let args = Args::new().ptr(0).ptr(tab).ptr(ids).ptr(grid).ptr(x).ptr(y);
+        let args = args.ints(&[n, k, picks, x_pitch, y_pitch, top.max(1), 0]);
+        s.launch(&self.kernels[0], [n.div_ceil(8) as u32, picks as u32, 1], 256, pdl, &args)
+    }
+}
+
+/// The 512 points of IQ3_S, four levels a word: read out of blocks that name each point once.
+fn iq3_s_grid() -> Result<Vec<u32>> {
+    let mut words = Vec::with_capacity(512);
+    for first in (0..512usize).step_by(64) {
+        // d = 1, scales 0, no signs.
+        let mut b = vec![0u8; 110];
+        b[1] = 0x3C;
+        for i in 0..64 {
+            b[2 + i] = (first + i) as u8;
+            b[66 + i / 8] |= (((first + i) >> 8) as u8) << (i % 8);
+        }
+        let mut v = [0f32; 256];
+        ggml::decode_f32(GgmlType::Iq3S, &b, &mut v)
+            .map_err(|e| CudaError::Shape { kernel: "ggml", what: e.to_string() })?;
+        words.extend(
+            v.chunks_exact(4).map(|p| u32::from_le_bytes([p[0] as u8, p[1] as u8, p[2] as u8, p[3] as u8])),
+        );
+    }
+    Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_points_of_iq3_s_are_ascending_odd_levels() {
+        let g = iq3_s_grid().unwrap();
+        assert_eq!(g.len(), 512);
+        assert!(g.windows(2).all(|w| w[0] < w[1]));
+        assert!(g.iter().all(|w| w.to_le_bytes().iter().all(|b| b % 2 == 1 && *b < 16)));
+    }
+}

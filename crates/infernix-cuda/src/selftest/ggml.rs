@@ -1,0 +1,137 @@
+//! GGML decode linears against the exact values of the blocks.
+
+use super::Run;
+use super::linear::sample;
+use crate::error::{CudaError, Result};
+use crate::kernels::ggml::GgmlGemv;
+use crate::kernels::linear::Out;
+use crate::oracle::Rng;
+use crate::oracle::num::{bf16, bf16_half_ulp, parallel};
+use infernix_formats::ggml::{self, GgmlType};
+
+/// Random blocks: codes over their whole range, FP16 scales of ordinary size.
+fn blocks(rng: &mut Rng, ty: GgmlType, n: usize, k: usize) -> Vec<u8> {
+    let (len, bytes) = (ty.block_len() as usize, ty.block_bytes() as usize);
+    let mut b = rng.bytes(n * k / len * bytes);
+    for block in b.chunks_exact_mut(bytes) {
+        let halves: &[usize] = match ty {
+            GgmlType::Q4K => &[0, 2],
+            GgmlType::Q6K => &[208],
+            _ => &[0],
+        };
+        for h in halves {
+            block[h + 1] = 0x18 + (block[h + 1] & 7);
+        }
+    }
+    b
+}
+
+pub(super) fn run(run: &mut Run) -> Result<()> {
+    for ty in GgmlGemv::TYPES {
+        let g = GgmlGemv::new(&run.dev, ty)?;
+        for (n, k) in [(1000usize, 2560usize), (37, 512), (1, 256), (320, 6144), (24, 160)] {
+            if !k.is_multiple_of(ty.block_len() as usize) {
+                continue;
+            }
+            let b = blocks(&mut run.rng, ty, n, k);
+            let row_bytes = b.len() / n;
+            let cols = 17;
+            let xp = k + 8;
+            let x = run.rng.bf16(cols * xp, 1.0);
+            let (db, dx) = (run.dev.upload(&b)?, run.dev.upload(&x)?);
+            let rows = sample(&mut run.rng, n, 200);
+            let values: Vec<Vec<f64>> = rows
+                .iter()
+                .map(|r| {
+                    let mut v = vec![0f64; k];
+                    ggml::decode_f64(ty, &b[r * row_bytes..(r + 1) * row_bytes], &mut v)
+                        .map_err(|e| CudaError::Shape { kernel: "ggml", what: e.to_string() })?;
+                    Ok(v)
+                })
+                .collect::<Result<_>>()?;
+            let yp = n + 3;
+            let mut base: Vec<u16> = vec![];
+            let mut unequal = 0usize;
+            for c in [cols, 1, 2, 5, 8] {
+                let y = run.dev.alloc(c * yp * 2)?;
+                g.launch(&run.stream, db.ptr(), n, k, dx.ptr(), xp, c, y.ptr(), yp, Out::Bf16, false)?;
+                run.stream.synchronize()?;
+                let got: Vec<u16> = y.read(0, c * yp)?;
+                if !base.is_empty() {
+                    unequal += (0..c)
+                        .flat_map(|c| (0..n).map(move |r| c * yp + r))
+                        .filter(|i| got[*i] != base[*i])
+                        .count();
+                    continue;
+                }
+                let worst = parallel(rows.len(), |i| {
+                    (0..cols)
+                        .map(|c| {
+                            let (mut s, mut a) = (0f64, 0f64);
+                            for (w, x) in values[i].iter().zip(&x[c * xp..]) {
+                                let p = w * f64::from(bf16(*x));
+                                s += p;
+                                a += p.abs();
+                            }
+                            let bound = (k + 1) as f64 * 2f64.powi(-24) * a + bf16_half_ulp(s);
+                            let got = f64::from(bf16(got[c * yp + rows[i]]));
+                            if got.is_finite() { (got - s).abs() / bound } else { f64::INFINITY }
+                        })
+                        .fold(0.0, f64::max)
+                });
+                let worst = worst.into_iter().fold(0.0, f64::max);
+                run.check("ggml", format!("{} {n}x{k}, {c} columns", ty.name()), worst, false);
+                base = got;
+            }
+            run.check(
+                "ggml",
+                format!("{} {n}x{k}: equal bits at every width", ty.name()),
+                unequal as f64,
+                true,
+            );
+            // As experts: each pick its own matrix and input row.
+            let e = 3.min(n);
+            let per = n / e;
+            let tab: Vec<u64> = (0..e).map(|i| db.at(i * per * row_bytes)).collect();
+            let ids: Vec<i32> = (0..8).map(|_| run.rng.below(e) as i32).collect();
+            let (dt, di) = (run.dev.upload(&tab)?, run.dev.upload(&ids)?);
+            let y = run.dev.alloc(8 * per * 2)?;
+            // Rows of the first expert alone are 16-byte aligned in every type; others where the type's loads allow.
+            if ty != GgmlType::Q4K || (per * row_bytes).is_multiple_of(16) {
+                g.experts(&run.stream, dt.ptr(), di.ptr(), 8, 2, per, k, dx.ptr(), xp, y.ptr(), per, false)?;
+                run.stream.synchronize()?;
+                let got: Vec<u16> = y.read(0, 8 * per)?;
+                let bad = (0..8 * per)
+                    .filter(|i| {
+                        let (p, r) = (i / per, i % per);
+                        got[*i] != base[p / 2 * yp + ids[p] as usize * per + r]
+                    })
+                    .count();
+                run.check(
+                    "ggml",
+                    format!("{} {n}x{k}: experts have the linear's bits", ty.name()),
+                    bad as f64,
+                    true,
+                );
+            }
+        }
+    }
+    if run.bench {
+        let (n, k) = (10240usize, 2560usize);
+        for ty in GgmlGemv::TYPES {
+            let g = GgmlGemv::new(&run.dev, ty)?;
+            let b = blocks(&mut run.rng, ty, n, k);
+            let copies = run.copies(b.len());
+            let sets: Vec<_> = (0..copies).map(|_| run.dev.upload(&b)).collect::<Result<_>>()?;
+            let x = run.dev.upload(&run.rng.bf16(8 * k, 1.0))?;
+            let y = run.dev.alloc(8 * n * 2)?;
+            for c in [1usize, 4] {
+                let us = run.time(copies, |i| {
+                    g.launch(&run.stream, sets[i].ptr(), n, k, x.ptr(), k, c, y.ptr(), n, Out::Bf16, true)
+                })?;
+                run.timed("ggml", format!("{} {n}x{k}, {c} columns", ty.name()), us, b.len());
+            }
+        }
+    }
+    Ok(())
+}
