@@ -51,7 +51,7 @@ pub(super) fn answer(request: &Request, ids: &[u32], chunk: usize, reason: Finis
         id: *id,
         logprob: request.logprobs.map(|_| -0.5),
         top: (0..request.logprobs.unwrap_or(0)).map(|k| (*id + u32::from(k), -0.5 - f32::from(k))).collect(),
-        watched: Vec::new(),
+        watched: vec![-1.0; request.watch.len()],
     };
     events.extend(ids.chunks(chunk.max(1)).map(|ids| Event::Tokens(ids.iter().map(token).collect())));
     let usage = Usage { prompt, cached: prompt / 2, output: ids.len(), ..Usage::default() };

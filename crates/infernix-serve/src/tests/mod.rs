@@ -4,6 +4,7 @@ mod bodies;
 mod checker;
 mod client;
 mod faults;
+mod fuzz;
 mod property;
 mod protocols;
 mod security;
