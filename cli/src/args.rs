@@ -67,7 +67,7 @@ pub(crate) enum Command {
 
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
-    /// Folder of the checkpoint; without it the Hugging Face cache is searched for the recipe's repositories
+    /// Folder of the checkpoint, or a GGUF file; without it the Hugging Face cache is searched for the recipe's repositories
     pub(crate) checkpoint: Option<PathBuf>,
     /// Recipe by name or as a TOML file; `auto` keeps every tensor as stored
     #[arg(long, short, value_name = "NAME|FILE")]
@@ -75,14 +75,14 @@ pub(crate) struct ConvertArgs {
     /// Artifact to write; a further part gets a sibling name
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
-    /// Take a role's tensors from another checkpoint (roles: base, quantized, table, mtp, vision, resources)
+    /// Take a role's tensors from another checkpoint (roles: base, quantized, table, mtp, vision, dflash, dflash2, resources)
     #[arg(long = "source", value_name = "ROLE=PATH")]
     pub(crate) sources: Vec<String>,
     /// Revision to look for in the Hugging Face cache
     #[arg(long)]
     pub(crate) revision: Option<String>,
     /// Components to convert [default: all that the checkpoint has]
-    #[arg(long, value_delimiter = ',', value_name = "text,vision,mtp")]
+    #[arg(long, value_delimiter = ',', value_name = "text,vision,mtp,dflash,dflash2")]
     pub(crate) components: Vec<String>,
     /// Add a proposal head: the output rows of the most frequent tokens, for drafting
     #[arg(long)]
@@ -128,8 +128,12 @@ pub(crate) struct ConvertArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArgs {
-    /// Artifact to verify
+    /// Artifact to verify; with --derivation also a checkpoint or GGUF file
     pub(crate) artifact: PathBuf,
+    /// Compare every weight with those of another artifact, checkpoint or GGUF file: same words, same values, a stated
+    /// rounding, or how far off
+    #[arg(long, value_name = "OTHER", conflicts_with_all = ["checkpoint", "ngram", "skip_ngram"])]
+    pub(crate) derivation: Option<PathBuf>,
     /// Checkpoint to compare every word with; without it structure and digests are checked
     #[arg(long, value_name = "DIR")]
     pub(crate) checkpoint: Option<PathBuf>,

@@ -55,6 +55,7 @@ pub(crate) fn run(args: &ConvertArgs, progress: ProgressMode) -> anyhow::Result<
     };
     let verify = VerifyArgs {
         artifact: options.output.clone(),
+        derivation: None,
         checkpoint: Some(source.path.clone()),
         sources: options.sources[1..].iter().map(|s| format!("{}={}", s.role, s.path.display())).collect(),
         ngram: args.ngram_reuse.clone().or_else(|| args.ngram_out.clone()),

@@ -38,7 +38,7 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<Outcome> {
 }
 
 fn kind(path: &Path) -> anyhow::Result<Kind> {
-    if path.is_dir() || path.extension().is_some_and(|e| e == "safetensors") {
+    if path.is_dir() || path.extension().is_some_and(|e| e == "safetensors" || e == "gguf") {
         return Ok(Kind::Checkpoint);
     }
     let mut magic = Vec::new();

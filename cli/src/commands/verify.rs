@@ -9,20 +9,66 @@ use anyhow::Context as _;
 use infernix_artifact::ngram::{NgramTable, locate};
 use infernix_artifact::sums::{self, SHA256SUMS, SumState};
 use infernix_artifact::{Artifact, Interrupt};
-use infernix_convert::{NgramRows, Recipe, RepairOptions, SourceSpec, VerifyOptions, VerifyReport};
+use infernix_convert::{NgramRows, Recipe, Relation, RepairOptions, SourceSpec, VerifyOptions, VerifyReport};
 use serde_json::json;
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Re-quantized parameters shown in the table; the JSON document has all.
 const SHOWN: usize = 5;
 
 pub(crate) fn run(args: &VerifyArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    if let Some(other) = &args.derivation {
+        return derivation(args, other, progress);
+    }
     let report = report(args, progress, true)?;
     if args.json.json {
         output::print_json(&document(args, &report)?)?;
     }
     finish(&report, args.json.json)
+}
+
+/// What the first file is of the other one.
+fn derivation(args: &VerifyArgs, other: &Path, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    let reporter = Reporter::new(progress);
+    let report =
+        infernix_convert::derivation(&args.artifact, other, &reporter, &Interrupt::new(interrupt()))?;
+    if args.json.json {
+        output::print_json(&with_version(serde_json::to_value(&report)?))?;
+    } else {
+        let mut text = String::new();
+        for (relation, n) in &report.counts {
+            writeln!(text, "{:<14} {}", relation.replace('_', " "), grouped(*n))?;
+        }
+        let others = report.parameters.iter().filter(|p| p.relation > Relation::SameValues);
+        let mut list: Vec<_> = others.collect();
+        list.sort_by(|a, b| b.rel_error.total_cmp(&a.rel_error));
+        for p in list.iter().take(4 * SHOWN) {
+            let how =
+                p.rounding.as_deref().map_or_else(|| "other values".to_owned(), |r| format!("{r} rounding"));
+            writeln!(
+                text,
+                "  {}: {} of {}, {how}, relative error {:.3e}",
+                p.name, p.format, p.other_format, p.rel_error
+            )?;
+        }
+        if list.len() > 4 * SHOWN {
+            writeln!(text, "  and {} more; --json lists all", list.len() - 4 * SHOWN)?;
+        }
+        for (what, names) in [("first", &report.only_first), ("other", &report.only_second)] {
+            if let Some(name) = names.first() {
+                writeln!(text, "only in the {what} file: {} parameters, the first is {name}", names.len())?;
+            }
+        }
+        writeln!(
+            text,
+            "{}\ndigest {}",
+            if report.derived { "derived" } else { "NOT derived" },
+            report.digest
+        )?;
+        output::print(&text)?;
+    }
+    Ok(if report.derived { Outcome::Done } else { Outcome::Mismatch })
 }
 
 /// The JSON document of a report.

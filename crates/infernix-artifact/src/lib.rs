@@ -42,7 +42,7 @@ pub use io::{Faults, Interrupt};
 pub use parse::parse_directory;
 pub use publish::{Publication, PublishOptions, PublishedFile, Report, Summary};
 pub use reader::{Artifact, Mapping, ObjectBytes, OpenOptions, Segment};
-pub use state::{JournalKey, clean, discard_unused, state_folder};
+pub use state::{JournalKey, SOURCE_DIGESTS, clean, discard_unused, state_folder};
 pub use writer::{Resume, Start, Writer, WriterOptions};
 
 /// Result with this crate's error.

@@ -64,6 +64,9 @@ pub fn state_folder(out: &Path) -> PathBuf {
     with_suffix(out, ".partial")
 }
 
+/// File of the state folder in which a converter may keep what it found out about its sources.
+pub const SOURCE_DIGESTS: &str = "tensors.log";
+
 /// Removes the state of an unfinished conversion of `out`. False when there was none.
 ///
 /// # Errors
@@ -101,7 +104,8 @@ pub fn discard_unused(out: &Path) -> Result<bool> {
 
 /// An error if `folder` holds anything that no conversion put there: it would be lost with the state.
 fn refuse_foreign(folder: &Path) -> Result<()> {
-    const OWN: [&str; 6] = ["lock", "journal.jsonl", "volume.jsonl", "entry", "volume", "report.json"];
+    const OWN: [&str; 7] =
+        ["lock", "journal.jsonl", "volume.jsonl", "entry", "volume", "report.json", SOURCE_DIGESTS];
     let entries = fs::read_dir(folder).map_err(|e| ArtifactError::io(folder, "list", e))?;
     for entry in entries {
         let name = entry.map_err(|e| ArtifactError::io(folder, "list", e))?.file_name();
@@ -292,7 +296,7 @@ impl State {
 
     /// Removes the folder after publication. The lock goes last, still held.
     pub(crate) fn remove(&self, names: &[String]) -> Result<()> {
-        for name in names.iter().map(String::as_str).chain(["journal.jsonl", "lock"]) {
+        for name in names.iter().map(String::as_str).chain([SOURCE_DIGESTS, "journal.jsonl", "lock"]) {
             self.io.remove_file(&self.folder.join(name))?;
         }
         self.io.remove_dir(&self.folder)

@@ -1,13 +1,15 @@
 //! Opening a checkpoint: which files, which tensors, and whether they agree.
 
 use std::borrow::Cow;
-use std::cmp::Ordering;
+use std::cmp;
 use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
+use crate::digests::Digests;
 use crate::gguf::view::View;
 use crate::index::{INDEX_FILE, Index, parse_index, plain_file_name};
 use crate::limits::{MAX_CONFIG_BYTES, MAX_INDEX_BYTES, MAX_RESOURCE_BYTES};
@@ -119,6 +121,8 @@ pub struct Checkpoint {
     ignored: Vec<IgnoredTensor>,
     warnings: Vec<String>,
     pool: Pool,
+    digests: Digests,
+    recording: AtomicBool,
     /// A GGUF model in place of safetensors files.
     view: Option<Box<View>>,
 }
@@ -177,6 +181,8 @@ impl Checkpoint {
             ignored: Vec::new(),
             warnings,
             pool: Pool::default(),
+            digests: Digests::default(),
+            recording: AtomicBool::new(false),
             view: None,
         };
         match index {
@@ -216,6 +222,8 @@ impl Checkpoint {
             ignored: Vec::new(),
             warnings,
             pool: Pool::default(),
+            digests: Digests::default(),
+            recording: AtomicBool::new(false),
             view: Some(Box::new(view)),
         };
         checkpoint.sort_names();
@@ -230,8 +238,7 @@ impl Checkpoint {
     /// The view and the number of a tensor in it.
     pub(crate) fn view_of(&self, t: &TensorInfo) -> Option<(&View, usize)> {
         let view = self.view.as_ref()?;
-        let at = self.by_name.binary_search_by(|&i| self.tensors[i as usize].name.cmp(&t.name)).ok()?;
-        Some((view, self.by_name[at] as usize))
+        Some((view, self.number(t)? as usize))
     }
 
     /// Splits the tensors of the headers into those that the index places and the rest.
@@ -459,10 +466,43 @@ impl Checkpoint {
             return Ok(());
         }
         self.refuse_absent(t)?;
-        if let Some((view, at)) = self.view_of(t) {
-            return view.read(at, range, out);
+        match self.view_of(t) {
+            Some((view, at)) => view.read(at, range.clone(), out)?,
+            None => {
+                let at = t.offset + range.start;
+                self.pool.read(t.shard, &shard.path, &shard.stamp, &t.name, at, out)?;
+            }
         }
-        self.pool.read(t.shard, &shard.path, &shard.stamp, &t.name, t.offset + range.start, out)
+        if self.recording.load(Ordering::Relaxed)
+            && let Some(number) = self.number(t)
+        {
+            self.digests.note(number, t.bytes, &range, out);
+        }
+        Ok(())
+    }
+
+    /// From now on hashes what is read, see [`Checkpoint::digest`].
+    pub fn record_digests(&self) {
+        self.recording.store(true, Ordering::Relaxed);
+    }
+
+    /// BLAKE3 of a tensor's bytes, if it was read whole since [`Checkpoint::record_digests`]. Of a GGUF model those of the
+    /// view: in the source's order, with what the converter computed computed back.
+    pub fn digest(&self, t: &TensorInfo) -> Option<[u8; 32]> {
+        self.number(t).and_then(|n| self.digests.get(n))
+    }
+
+    /// Takes a digest from an earlier run over the same files.
+    pub fn restore_digest(&self, name: &str, digest: [u8; 32]) {
+        if let Some(number) = self.get(name).and_then(|t| self.number(t)) {
+            self.digests.set(number, digest);
+        }
+    }
+
+    /// The number of a tensor among all.
+    fn number(&self, t: &TensorInfo) -> Option<u32> {
+        let at = self.by_name.binary_search_by(|&i| self.tensors[i as usize].name.cmp(&t.name)).ok()?;
+        Some(self.by_name[at])
     }
 
     /// An error if the tensor's file holds only its header.
@@ -487,7 +527,7 @@ impl Checkpoint {
 }
 
 /// Compares `name` with `base` + `suffix`.
-fn cmp_concat(name: &str, base: &str, suffix: &str) -> Ordering {
+fn cmp_concat(name: &str, base: &str, suffix: &str) -> cmp::Ordering {
     let (name, base) = (name.as_bytes(), base.as_bytes());
     match name.split_at_checked(base.len()) {
         Some((head, tail)) => head.cmp(base).then_with(|| tail.cmp(suffix.as_bytes())),

@@ -16,6 +16,7 @@
 
 mod checkpoint;
 mod decode;
+mod digests;
 mod dtype;
 mod error;
 pub mod gguf;

@@ -8,19 +8,20 @@ use infernix_artifact::{Binding, Draft, DraftObject, LayoutOptions, ObjectKind};
 use infernix_checkpoint::gguf::names::TiledHeads;
 use infernix_checkpoint::{OpenOptions, Scheme, SourceTensor};
 use infernix_formats::{Format, Layout, encoded_size};
-use infernix_model::{
-    Class, Component, ModelConfig, NameStyle, Parameter, Source, parameters, source_prefix,
-};
+use infernix_model::{Class, Component, NameStyle, Parameter, Source, source_prefix};
 use serde_json::{Map, Value, json};
 
 use crate::ConvertError;
+use crate::described::{Described, components_present};
 use crate::error::list;
 use crate::experts::ExpertSource;
 use crate::group::Grouper;
 use crate::ngram::NgramPlan;
-use crate::plan::{ClassSummary, Content, ConvertOptions, Ignored, Plan, PlannedObject, Proof, view_rows};
-use crate::recipe::{Activation, ExpertActivation, Method, Rule};
-use crate::sources::{Source as Opened, Sources, WeightRef, scheme_name};
+use crate::plan::{
+    ClassSummary, Content, ConvertOptions, Ignored, Plan, PlannedObject, Proof, flat_rows, view_rows,
+};
+use crate::recipe::{Activation, ExpertActivation, Method, Rule, Target};
+use crate::sources::{Sources, WeightRef, scheme_name};
 use crate::storage::{Storage, decide, decide_as};
 use crate::uses::UseList;
 
@@ -65,10 +66,10 @@ pub fn plan(options: &ConvertOptions) -> Result<Plan, ConvertError> {
 
 /// Plans over sources that are open already.
 pub(crate) fn plan_with(options: &ConvertOptions, sources: Arc<Sources>) -> Result<Plan, ConvertError> {
-    let config = model_config(&sources)?;
-    let mut b = Builder::new(options, &sources, &config)?;
+    let described = Described::of(&sources)?;
+    let mut b = Builder::new(options, &sources, &described)?;
     b.recipe_fits()?;
-    let list = parameters(&config, &b.style, &b.components);
+    let list = described.parameters(&b.style, &b.components);
     for p in &list {
         b.place(p)?;
     }
@@ -79,92 +80,9 @@ pub(crate) fn plan_with(options: &ConvertOptions, sources: Arc<Sources>) -> Resu
     b.finish()
 }
 
-/// The model that the main source's `config.json` describes.
-pub(crate) fn model_config(sources: &Sources) -> Result<ModelConfig, ConvertError> {
-    let main = &sources.main().checkpoint;
-    ModelConfig::from_json(&config_json(sources)?)
-        .map_err(|source| ConvertError::Model { path: main.folder().join("config.json"), source })
-}
-
-/// Keys beside `vision_config` that the image tower needs.
-pub(crate) const VISION_KEYS: [&str; 4] =
-    ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"];
-
-/// The main source's `config.json`, with what it does not describe and another source brings along: the image tower and
-/// the drafter of a source of their own, and the compress ratio that a GGUF converter lost, from the source of resources.
-pub(crate) fn config_json(sources: &Sources) -> Result<Value, ConvertError> {
-    let mut root = sources.main().checkpoint.config()?;
-    let other = |role: &str| -> Result<Option<Value>, ConvertError> {
-        let found = sources.list().iter().skip(1).find(|s| s.spec.role == role);
-        // Weights need no configuration of their own: a lone file may serve as a source.
-        let has =
-            |s: &&Opened| s.checkpoint.gguf().is_some() || s.checkpoint.folder().join("config.json").exists();
-        Ok(found.filter(has).map(|s| s.checkpoint.config()).transpose()?)
-    };
-    if root.get("vision_config").is_none()
-        && let Some(vision) = other("vision")?
-    {
-        for key in VISION_KEYS.into_iter().chain(["vision_config"]) {
-            if let (None, Some(value)) = (root.get(key), vision.get(key)) {
-                root[key] = value.clone();
-            }
-        }
-    }
-    let text = |v: &Value, key: &str| v.get("text_config").unwrap_or(v).get(key).cloned();
-    let mut put = |key: &str, value: Value| {
-        if root.get("text_config").is_some() {
-            root["text_config"][key] = value;
-        } else {
-            root[key] = value;
-        }
-    };
-    let main = sources.main().checkpoint.config()?;
-    let drafter = text(&main, "mtp_num_hidden_layers").and_then(|v| v.as_u64()).unwrap_or(0);
-    if drafter == 0
-        && text(&main, "mtp").is_none()
-        && let Some(mtp) = other("mtp")?
-        && let Some(layers) = text(&mtp, "mtp_num_hidden_layers")
-    {
-        put("mtp_num_hidden_layers", layers);
-    }
-    if sources.main().checkpoint.gguf().is_some()
-        && text(&main, "indexer_n_heads").is_some()
-        && text(&main, "indexer_compress_ratio").is_none()
-    {
-        let ratio = other("resources")?.and_then(|v| text(&v, "indexer_compress_ratio"));
-        match ratio {
-            Some(ratio) => put("indexer_compress_ratio", ratio),
-            None => {
-                return Err(ConvertError::Source {
-                    role: "resources".into(),
-                    reason: "the GGUF file lost the compress ratio of its sparse attention (a fault of its converter); pass \
-                             --source resources=FOLDER with the config.json of the model, which has it"
-                        .into(),
-                });
-            }
-        }
-    }
-    Ok(root)
-}
-
 /// How the main source spells names.
 pub(crate) fn name_style(sources: &Sources) -> NameStyle {
     source_prefix(|name| matches!(sources.main().checkpoint.resolve(name), Ok(Some(_))))
-}
-
-/// Components that the sources hold.
-pub(crate) fn components_present(sources: &Sources, config: &ModelConfig) -> Vec<Component> {
-    let has = |prefix: &str| {
-        sources.list().iter().any(|s| s.checkpoint.tensors().any(|t| t.name.starts_with(prefix)))
-    };
-    let mut out = vec![Component::Text];
-    if config.vision.is_some() && has("model.visual.") {
-        out.push(Component::Vision);
-    }
-    if config.mtp && has("mtp.") {
-        out.push(Component::Mtp);
-    }
-    out
 }
 
 /// What weights that share an order of columns agree in: component, heads, width.
@@ -173,7 +91,7 @@ type ColumnOrder = (Component, Option<TiledHeads>, u64);
 pub(crate) struct Builder<'a> {
     pub(crate) options: &'a ConvertOptions,
     pub(crate) sources: &'a Arc<Sources>,
-    pub(crate) config: &'a ModelConfig,
+    pub(crate) described: &'a Described,
     pub(crate) style: NameStyle,
     pub(crate) components: Vec<Component>,
     pub(crate) objects: Vec<PlannedObject>,
@@ -195,46 +113,33 @@ impl<'a> Builder<'a> {
     fn new(
         options: &'a ConvertOptions,
         sources: &'a Arc<Sources>,
-        config: &'a ModelConfig,
+        described: &'a Described,
     ) -> Result<Self, ConvertError> {
-        let present = components_present(sources, config);
+        let present = components_present(sources, described);
         let mut warnings = Vec::new();
         let components = match &options.components {
             Some(list) => {
-                if !list.contains(&Component::Text) {
+                if described.model.is_some() && !list.contains(&Component::Text) {
                     return Err(ConvertError::Option(
                         "--components: text is always part of an artifact; add it".into(),
                     ));
                 }
-                for c in list {
-                    let described = match c {
-                        Component::Text => true,
-                        Component::Vision => config.vision.is_some(),
-                        Component::Mtp => config.mtp,
-                    };
-                    if !described {
-                        return Err(ConvertError::Option(format!(
-                            "--components: config.json describes no {c}; leave it out"
-                        )));
-                    }
+                if let Some(c) = list.iter().find(|c| !described.describes(**c)) {
+                    let advice =
+                        if c.is_block_drafter() { "name its checkpoint as --source" } else { "leave it out" };
+                    return Err(ConvertError::Option(format!(
+                        "--components: no configuration describes {c}; {advice}"
+                    )));
                 }
-                [Component::Text, Component::Mtp, Component::Vision]
-                    .into_iter()
-                    .filter(|c| list.contains(c))
-                    .collect()
+                Component::ALL.into_iter().filter(|c| list.contains(c)).collect()
             }
             None => {
-                for (c, described) in
-                    [(Component::Vision, config.vision.is_some()), (Component::Mtp, config.mtp)]
-                {
-                    if described && !present.contains(&c) {
+                for c in [Component::Vision, Component::Mtp] {
+                    if described.describes(c) && !present.contains(&c) {
                         warnings.push(format!("component {c} is omitted: config.json describes it, but no source has its tensors"));
                     }
                 }
-                [Component::Text, Component::Mtp, Component::Vision]
-                    .into_iter()
-                    .filter(|c| present.contains(c))
-                    .collect()
+                present
             }
         };
         for source in sources.list() {
@@ -249,7 +154,7 @@ impl<'a> Builder<'a> {
         Ok(Self {
             options,
             sources,
-            config,
+            described,
             style: name_style(sources),
             components,
             objects: Vec::new(),
@@ -267,9 +172,26 @@ impl<'a> Builder<'a> {
     }
 
     fn recipe_fits(&self) -> Result<(), ConvertError> {
-        self.options
-            .recipe
-            .check_architecture(self.config.architecture, &crate::classes::of(self.config.architecture))
+        match &self.described.model {
+            Some(model) => self
+                .options
+                .recipe
+                .check_architecture(model.architecture, &crate::classes::of(model.architecture)),
+            // A drafter belongs to no architecture: a recipe for one has no rules for it alone.
+            None if self.options.recipe.architectures.is_empty() => Ok(()),
+            None => Err(ConvertError::WrongArchitecture {
+                recipe: self.options.recipe.name.clone(),
+                expected: self
+                    .options
+                    .recipe
+                    .architectures
+                    .iter()
+                    .map(|a| a.model_type())
+                    .collect::<Vec<_>>()
+                    .join(", "),
+                found: "a block drafter alone".into(),
+            }),
+        }
     }
 
     /// The rule for a parameter with that source.
@@ -372,7 +294,11 @@ impl<'a> Builder<'a> {
             });
         }
         let names = infernix_model::expert_parent_names(&p.name);
+        let mut lower = rule.clone();
+        lower.target = rule.down.map_or(rule.target, Target::Format);
+        let lower = decide_as(&p.name, file, example, scheme, own, &lower, false)?;
         for (name, down) in names.into_iter().zip([false, true]) {
+            let storage = if down { lower } else { storage };
             let (rows, k) = if down { (e * h, i) } else { (e * 2 * i, h) };
             let content = experts.parent(prefix, down, e, h, i);
             let shape = vec![rows, k];
@@ -429,19 +355,29 @@ impl<'a> Builder<'a> {
     }
 
     fn place_table(&mut self, p: &Parameter) -> Result<(), ConvertError> {
-        let rule = self.rule(p, "bf16")?;
-        if rule.target != crate::recipe::Target::Stored {
-            return Err(ConvertError::Recipe {
-                recipe: rule.origin().to_owned(),
-                reason: "the n-gram table can only be stored as the source has it (format = \"stored\")"
-                    .into(),
-            });
-        }
+        let Some(config) = &self.described.model else { return Ok(()) };
         let role = self.role(p);
         let mut missing = Vec::new();
-        let found = crate::ngram::plan_table(self.sources, self.config, p, role, &mut missing)?;
+        let found = crate::ngram::plan_table(self.sources, config, p, role, &mut missing)?;
         self.missing.append(&mut missing);
-        if let Some(table) = found {
+        if let Some(mut table) = found {
+            let rule = self.rule(p, table.format.name())?;
+            let method = rule.method.unwrap_or(Method::Stored);
+            match (rule.target, method) {
+                (crate::recipe::Target::Stored, _) => {}
+                (_, Method::TableMaxabs) if table.format == crate::ngram::RowFormat::Bf16 => {
+                    table.encode();
+                    self.push_table_scale(p, &table)?;
+                }
+                _ => {
+                    return Err(ConvertError::Recipe {
+                        recipe: rule.origin().to_owned(),
+                        reason: "an n-gram table is stored as the source has it (format = \"stored\"), or made FP8 of BF16 \
+                                 by method \"table_maxabs\""
+                            .into(),
+                    });
+                }
+            }
             let path = match &self.options.ngram {
                 crate::plan::NgramTarget::Beside => with_suffix(&self.options.output, ".ngram"),
                 crate::plan::NgramTarget::Write(path) | crate::plan::NgramTarget::Reuse(path) => path.clone(),
@@ -451,6 +387,26 @@ impl<'a> Builder<'a> {
                 .get_or_insert_with(|| NgramPlan::new(path, reuse))
                 .push(table, self.sources.main_path())?;
         }
+        Ok(())
+    }
+
+    /// The scale of a table that is encoded here, under the name that an FP8 source's scale would have.
+    fn push_table_scale(
+        &mut self,
+        p: &Parameter,
+        table: &crate::ngram::TablePlan,
+    ) -> Result<(), ConvertError> {
+        let name = p.name.replace("/ngram_table", "/ngram_scale");
+        let storage = Storage {
+            format: Format::Bf16,
+            layout: Layout::ContiguousLeV1,
+            method: Method::TableMaxabs,
+            proof: Proof::Requantized,
+        };
+        let content = Content::TableScale { table: Arc::new(table.clone()) };
+        let object = self.push_object(p.component, vec![1], storage, vec![name.clone()], content)?;
+        let scale = Parameter { class: Class::NgramScale, ..p.clone() };
+        self.bind(&scale, name, vec![1], vec![(object, 0, 1)]);
         Ok(())
     }
 
@@ -712,7 +668,7 @@ impl<'a> Builder<'a> {
         }
         Ok(Plan {
             options: self.options.clone(),
-            config: self.config.clone(),
+            config: self.described.model.clone(),
             components: self.components,
             objects: self.objects,
             ngram: self.ngram,
@@ -743,7 +699,7 @@ impl<'a> Builder<'a> {
         let key_of = |component: Component, class: &str| match component {
             Component::Text | Component::Vision => class.to_owned(),
             Component::Mtp if class.starts_with("mtp.") => class.to_owned(),
-            Component::Mtp => format!("mtp/{class}"),
+            c => format!("{c}/{class}"),
         };
         for p in &self.placed {
             let (summary, set) = sets.entry(key_of(p.component, p.class.name())).or_default();
@@ -766,7 +722,8 @@ impl<'a> Builder<'a> {
             summary.bytes = n.bytes;
             set.0.insert(n.format.name());
             set.1.insert("volume");
-            set.2.insert(Proof::Identical.name());
+            let encoded = n.tables.iter().any(|t| t.encoded.is_some());
+            set.2.insert(if encoded { Proof::Requantized } else { Proof::Identical }.name());
         }
         let join = |set: BTreeSet<&str>| set.into_iter().collect::<Vec<_>>().join(", ");
         sets.into_iter()
@@ -825,15 +782,9 @@ impl<'a> Builder<'a> {
 
 /// Refuses shapes that a layout cannot hold, naming the parameter.
 fn check_columns(parameter: &str, storage: &Storage, shape: &[u64]) -> Result<(), ConvertError> {
-    let (rows, k) = view_rows(shape);
+    let (rows, k) = if storage.format.direct_bytes().is_none() { flat_rows(shape) } else { view_rows(shape) };
     let shape: Vec<u64> =
         if storage.format.direct_bytes().is_some() { shape.to_vec() } else { vec![rows, k] };
-    if storage.format.direct_bytes().is_none() && shape.len() != 2 {
-        return Err(ConvertError::NoLayout {
-            parameter: parameter.to_owned(),
-            reason: format!("{} needs a matrix, the shape is {shape:?}", storage.format),
-        });
-    }
     encoded_size(storage.layout, storage.format, &shape)
         .map(|_| ())
         .map_err(|e| ConvertError::NoLayout { parameter: parameter.to_owned(), reason: e.to_string() })

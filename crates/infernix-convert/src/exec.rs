@@ -134,10 +134,11 @@ pub(crate) fn proposal_ids(plan: &Plan) -> Result<Vec<u32>, ConvertError> {
     let source = list.iter().find(|s| s.spec.role == "resources").unwrap_or(plan.sources.main());
     let vocabulary = Vocabulary::read(&source.checkpoint)?
         .ok_or_else(|| ConvertError::Proposal { reason: "there is no tokenizer.json".into() })?;
-    let counts = counts(&options.ranking, plan.config.vocab)?.unwrap_or_default();
+    let vocab = plan.config.as_ref().map_or(0, |c| c.vocab);
+    let counts = counts(&options.ranking, vocab)?.unwrap_or_default();
     let ids = vocabulary.select(object.shape[0], &counts)?;
-    if let Some(id) = ids.iter().find(|id| u64::from(**id) >= plan.config.vocab) {
-        let reason = format!("token {id} has no row in a vocabulary of {}", plan.config.vocab);
+    if let Some(id) = ids.iter().find(|id| u64::from(**id) >= vocab) {
+        let reason = format!("token {id} has no row in a vocabulary of {vocab}");
         return Err(ConvertError::Proposal { reason });
     }
     Ok(ids)
@@ -156,8 +157,8 @@ pub fn convert(plan: &Plan, progress: &dyn Progress, run: &RunOptions) -> Result
             names: list(plan.missing.iter().map(String::as_str)),
         });
     }
-    if let Some(ngram) = &plan.ngram {
-        ngram.check_buffers(&plan.sources, &plan.config)?;
+    if let (Some(ngram), Some(config)) = (&plan.ngram, &plan.config) {
+        ngram.check_buffers(&plan.sources, config)?;
     }
     let ids = proposal_ids(plan)?;
     let reuse = match &plan.ngram {
@@ -172,6 +173,7 @@ pub fn convert(plan: &Plan, progress: &dyn Progress, run: &RunOptions) -> Result
         ..WriterOptions::default()
     };
     let resume = if plan.options.resume { Resume::Yes } else { Resume::No };
+    let log = DigestLog::open(plan)?;
     let key = journal_key(plan, &ids);
     let writer = match Writer::open(&plan.options.output, plan.layouted.clone(), &key, resume, &options)? {
         Start::Writer(writer) => writer,
@@ -199,7 +201,7 @@ pub fn convert(plan: &Plan, progress: &dyn Progress, run: &RunOptions) -> Result
         step: step_bytes(plan.options.threads),
         notes: &notes,
     };
-    let work = Work { plan, writer: &writer, fill: &fill, todo: &todo, progress };
+    let work = Work { plan, writer: &writer, fill: &fill, todo: &todo, progress, log: &log };
     let volume = work.run(volume)?;
     progress.end();
 
@@ -215,8 +217,9 @@ pub fn convert(plan: &Plan, progress: &dyn Progress, run: &RunOptions) -> Result
     let warnings = notes.take();
     let resumed = writer.resumed_bytes() + volume_resumed;
     let digests = writer.digests();
+    let proofs = crate::proof::proofs(plan)?;
     let report = |summary: &infernix_artifact::Summary| {
-        crate::report::render(plan, summary, &digests, seconds, resumed, &warnings)
+        crate::report::render(plan, summary, &digests, &proofs, seconds, resumed, &warnings)
     };
     progress.begin("checksums", 0);
     let publication = writer.publish(PublishOptions {
@@ -363,12 +366,71 @@ fn journal_key(plan: &Plan, ids: &[u32]) -> JournalKey {
     key
 }
 
+/// Digests of the tensors of finished objects, so that a resumed run can report them without reading anything again.
+struct DigestLog {
+    path: std::path::PathBuf,
+    file: Mutex<Option<std::fs::File>>,
+}
+
+impl DigestLog {
+    /// Turns recording on, and takes the digests of an interrupted run.
+    fn open(plan: &Plan) -> Result<Self, ConvertError> {
+        let path =
+            infernix_artifact::state_folder(&plan.options.output).join(infernix_artifact::SOURCE_DIGESTS);
+        for source in plan.sources.list() {
+            source.checkpoint.record_digests();
+        }
+        let text = if plan.options.resume {
+            std::fs::read_to_string(&path).unwrap_or_default()
+        } else {
+            String::new()
+        };
+        // A torn last line has no end.
+        for line in text.split_inclusive('\n').filter_map(|l| l.strip_suffix('\n')) {
+            let mut parts = line.splitn(3, ' ');
+            let (Some(role), Some(hex), Some(name)) = (parts.next(), parts.next(), parts.next()) else {
+                continue;
+            };
+            let digest: Option<Vec<u8>> =
+                (0..32).map(|i| u8::from_str_radix(hex.get(2 * i..2 * i + 2)?, 16).ok()).collect();
+            let source = plan.sources.list().iter().find(|s| s.spec.role == role);
+            if let (Some(source), Some(Ok(digest))) = (source, digest.map(<[u8; 32]>::try_from)) {
+                source.checkpoint.restore_digest(name, digest);
+            }
+        }
+        Ok(Self { path, file: Mutex::new(None) })
+    }
+
+    /// Writes down the digests of an object's tensors, before the object counts as done.
+    fn add(&self, plan: &Plan, object: &crate::plan::PlannedObject) -> Result<(), ConvertError> {
+        use std::io::Write as _;
+        let fail = |source| ConvertError::Io { path: self.path.clone(), action: "write", source };
+        let mut text = String::new();
+        for (source, name) in crate::proof::tensors_of(plan, object)? {
+            let source = &plan.sources.list()[source];
+            let Some(info) = source.checkpoint.get(&name) else { continue };
+            if let Some(digest) = source.checkpoint.digest(info) {
+                let hex: String = digest.iter().map(|b| format!("{b:02x}")).collect();
+                text += &format!("{} {hex} {name}\n", source.spec.role);
+            }
+        }
+        let mut slot = self.file.lock().unwrap_or_else(|e| e.into_inner());
+        if slot.is_none() {
+            let file =
+                std::fs::OpenOptions::new().create(true).append(true).open(&self.path).map_err(fail)?;
+            *slot = Some(file);
+        }
+        slot.as_mut().map_or(Ok(()), |f| f.write_all(text.as_bytes())).map_err(fail)
+    }
+}
+
 struct Work<'a> {
     plan: &'a Plan,
     writer: &'a Writer,
     fill: &'a Fill<'a>,
     todo: &'a [usize],
     progress: &'a dyn Progress,
+    log: &'a DigestLog,
 }
 
 impl Work<'_> {
@@ -398,9 +460,11 @@ impl Work<'_> {
             while !stop.load(Ordering::Relaxed) {
                 let Some(&index) = self.todo.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
                 let sink = WriterSink { writer: self.writer, index, progress: self.progress };
+                let object = &self.plan.objects[index];
                 let done = self
                     .fill
-                    .object(&self.plan.objects[index], &sink)
+                    .object(object, &sink)
+                    .and_then(|()| self.log.add(self.plan, object))
                     .and_then(|()| Ok(self.writer.finish(index)?));
                 if let Err(e) = done {
                     fail(e);

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 
 use crate::ConvertError;
 use crate::experts::matrix_name;
-use crate::plan::{Content, PlannedObject, Segment, view_rows};
+use crate::plan::{Content, PlannedObject, Segment, decode_flat, view_rows};
 use crate::recipe::Method;
 use crate::sources::{Sources, WeightRef};
 
@@ -86,6 +86,9 @@ impl Fill<'_> {
                 self.check_direct(checkpoint, info, 1, 0, &bytes);
                 let out = if object.method == Method::Widen { widened(info.dtype, &bytes) } else { bytes };
                 sink.write(0, &out)
+            }
+            Content::TableScale { table } => {
+                sink.write(0, &table.scale(self.sources, self.interrupt)?.to_le_bytes())
             }
             Content::InputColumns { weight } => {
                 let weight = self.sources.weight(weight)?;
@@ -266,6 +269,12 @@ impl Fill<'_> {
         if matches!(format, Format::Fp8Block128) || object.layout.row_step() > 1 {
             step = step.next_multiple_of(128);
         }
+        let divisor = match object.method.nvfp4() {
+            Some(method) => {
+                nvfp4::divisor(method, self.largest(&weights, segments, k, step)?).map_err(format_error)?
+            }
+            None => 1.0,
+        };
         let mut held: Vec<(u64, Vec<u8>)> = Vec::new();
         let mut held_bytes = 0;
         let mut row = 0;
@@ -276,7 +285,7 @@ impl Fill<'_> {
             let rows = row..shape[0].min(row + step);
             let pieces = cursor.take(rows.end - rows.start);
             if object.method.is_lossy() {
-                self.encode(object.method, format, k, &weights, &pieces, &mut out)?;
+                self.encode(object.method, format, k, &weights, &pieces, divisor, &mut out)?;
             } else {
                 self.stored(object, format, &shape, rows.clone(), &weights, &pieces, &mut out)?;
             }
@@ -481,7 +490,31 @@ impl Fill<'_> {
             .map_err(|e| origin(e, rows.start))
     }
 
+    /// The largest magnitude of an object's values: NVFP4's divisor follows from it before the first row is encoded.
+    fn largest(
+        &self,
+        weights: &[SourceTensor<'_>],
+        segments: &[Segment],
+        k: u64,
+        step: u64,
+    ) -> Result<f32, ConvertError> {
+        let (mut largest, mut values) = (0f32, Vec::new());
+        for s in segments {
+            let mut at = s.rows.start;
+            while at < s.rows.end {
+                self.interrupt.check()?;
+                let end = s.rows.end.min(at + step);
+                values.resize(((end - at) * k) as usize, 0.0);
+                decode_flat(&weights[s.weight], at..end, k, &mut values)?;
+                largest = largest.max(infernix_formats::amax(&values));
+                at = end;
+            }
+        }
+        Ok(largest)
+    }
+
     /// Re-encodes the values of some pieces; rows are spread over the pool's threads.
+    #[expect(clippy::too_many_arguments, reason = "one step of `rows`, which has them at hand")]
     fn encode(
         &self,
         method: Method,
@@ -489,6 +522,7 @@ impl Fill<'_> {
         k: u64,
         weights: &[SourceTensor<'_>],
         pieces: &[Piece],
+        divisor: f32,
         out: &mut RowPlanes,
     ) -> Result<(), ConvertError> {
         // About a quarter MiB of values each: enough work to be worth a task, little enough to fill all threads.
@@ -505,8 +539,8 @@ impl Fill<'_> {
         let encode = |(w, rows): (usize, Range<u64>)| {
             let weight = &weights[w];
             let mut values = vec![0f32; ((rows.end - rows.start) * k) as usize];
-            weight.decode_rows_f32(rows.clone(), &mut values)?;
-            encode_rows(method, format, k, &values, rows.start)
+            decode_flat(weight, rows.clone(), k, &mut values)?;
+            encode_rows(method, format, k, &values, rows.start, divisor)
                 .map_err(|e| word_error(weight, weight.planes().weight, e))
         };
         let encoded: Vec<RowPlanes> =
@@ -514,6 +548,10 @@ impl Fill<'_> {
         out.codes.clear();
         out.high.clear();
         out.scales.clear();
+        out.global.clear();
+        if format == Format::Nvfp4 {
+            out.global.extend(divisor.to_le_bytes());
+        }
         for part in encoded {
             out.codes.extend_from_slice(&part.codes);
             out.high.extend_from_slice(&part.high);
@@ -523,15 +561,20 @@ impl Fill<'_> {
     }
 }
 
-/// Encodes rows of values by a method.
+/// Encodes rows of values by a method; `divisor` is NVFP4's.
 pub(crate) fn encode_rows(
     method: Method,
     format: Format,
     k: u64,
     values: &[f32],
     first_row: u64,
+    divisor: f32,
 ) -> Result<RowPlanes, FormatError> {
     let mut out = RowPlanes::default();
+    if let Some(search) = method.nvfp4() {
+        nvfp4::encode(Layout::BlockScaleK16V1, search, k as usize, values, divisor, first_row, &mut out)?;
+        return Ok(out);
+    }
     match method {
         Method::RowMaxabs => fp8::encode_row_maxabs(k as usize, values, first_row, &mut out)?,
         Method::Mse => groupwise::encode_mse(format, k as usize, values, first_row, &mut out)?,

@@ -11,7 +11,7 @@ use infernix_formats::Format;
 use infernix_model::{Class, Component, Parameter, Rows};
 
 use crate::ConvertError;
-use crate::plan::{Segment, view_rows};
+use crate::plan::{Segment, flat_rows, view_rows};
 use crate::recipe::Activation;
 use crate::sources::WeightRef;
 use crate::storage::Storage;
@@ -102,7 +102,8 @@ impl Grouper {
         storage: Storage,
         activation: Option<Activation>,
     ) -> Result<(), ConvertError> {
-        let (all, k) = view_rows(weight.shape());
+        let coded = storage.format.direct_bytes().is_none();
+        let (all, k) = if coded { flat_rows(weight.shape()) } else { view_rows(weight.shape()) };
         let rows = rows_of(rows, all);
         if storage.format == Format::Fp8Block128 && !whole_tiles(&rows, all) {
             return Err(ConvertError::NoLayout {
@@ -193,7 +194,9 @@ impl Bucket {
             }
         }
         let rows: u64 = segments.iter().map(|s| s.rows.end - s.rows.start).sum();
+        let coded = storage.format.direct_bytes().is_none();
         let shape = match (&weights[..], &members[..]) {
+            (_, [only]) if coded && only.parameter.shape.len() > 2 => vec![rows, k],
             (_, [only]) => only.parameter.shape.clone(),
             ([(_, shape)], _) if view_rows(shape).0 == rows => shape.clone(),
             ([(_, shape), ..], _) if shape.len() == 1 => vec![rows],

@@ -2,10 +2,13 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
+use infernix_artifact::Interrupt;
 use infernix_checkpoint::{Dtype, Scheme, SourceTensor};
 use infernix_formats::ggml::{self, GgmlType};
-use infernix_formats::scalar::{e4m3_is_finite, e4m3_is_scale};
+use infernix_formats::scalar::{bf16_to_f32, e4m3_is_finite, e4m3_is_scale, e4m3_to_f32};
+use infernix_formats::{amax, fp8};
 use infernix_model::{ModelConfig, Parameter, Source};
 use serde_json::{Value, json};
 
@@ -47,7 +50,51 @@ pub struct TablePlan {
     pub(crate) format: RowFormat,
     pub(crate) parts: Vec<(WeightRef, u64)>,
     pub(crate) buffers: Option<(usize, String)>,
+    /// BF16 rows that become FP8 by [`Method::TableMaxabs`](crate::Method), and the scale once it is known.
+    pub(crate) encoded: Option<Arc<Mutex<Option<u16>>>>,
 }
+
+impl TablePlan {
+    /// Makes FP8 rows of the source's BF16 ones.
+    pub(crate) fn encode(&mut self) {
+        self.format = RowFormat::Fp8E4m3fn;
+        self.encoded = Some(Arc::default());
+    }
+
+    /// Source weights.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.parts.iter().map(|(w, _)| w.name.clone()).collect()
+    }
+
+    /// The BF16 scale of an encoded table: read through once for its largest magnitude, before any row can be encoded.
+    pub(crate) fn scale(&self, sources: &Sources, interrupt: &Interrupt) -> Result<u16, ConvertError> {
+        let Some(slot) = &self.encoded else { return Ok(0) };
+        let mut slot = slot.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(scale) = *slot {
+            return Ok(scale);
+        }
+        let (mut largest, mut values) = (0f32, Vec::new());
+        let step = (SCAN_VALUES / self.width.max(1)).max(1);
+        for (part, rows) in &self.parts {
+            let weight = sources.weight(part)?;
+            let mut at = 0;
+            while at < *rows {
+                interrupt.check()?;
+                let end = (at + step).min(*rows);
+                values.resize(((end - at) * self.width) as usize, 0.0);
+                weight.decode_rows_f32(at..end, &mut values)?;
+                largest = largest.max(amax(&values));
+                at = end;
+            }
+        }
+        let scale = fp8::table_scale(largest);
+        *slot = Some(scale);
+        Ok(scale)
+    }
+}
+
+/// Values read per step of a scan.
+const SCAN_VALUES: u64 = 1 << 20;
 
 /// The volume of a conversion.
 #[derive(Debug, Clone)]
@@ -165,6 +212,10 @@ impl NgramPlan {
     pub(crate) fn scale_words(&self, sources: &Sources) -> Result<Vec<f32>, ConvertError> {
         let mut out = Vec::new();
         for t in &self.tables {
+            if t.encoded.is_some() {
+                out.push(bf16_to_f32(t.scale(sources, &Interrupt::default())?));
+                continue;
+            }
             let Some((first, _)) = t.parts.first() else { continue };
             let weight = sources.weight(first)?;
             let scale = match self.format {
@@ -314,13 +365,14 @@ pub(crate) fn plan_table(
         format,
         parts,
         buffers: buffer_source,
+        encoded: None,
     }))
 }
 
 /// Reads rows of the tables as the volume stores them.
 pub(crate) struct TableReader<'s> {
-    /// First row, part and its source tensor.
-    parts: Vec<(u64, SourceTensor<'s>)>,
+    /// First row, part, its source tensor, and the scale where rows are encoded.
+    parts: Vec<(u64, SourceTensor<'s>, Option<u16>)>,
     format: RowFormat,
     width: u64,
     rows: u64,
@@ -330,9 +382,13 @@ impl<'s> TableReader<'s> {
     pub(crate) fn new(plan: &NgramPlan, sources: &'s Sources) -> Result<Self, ConvertError> {
         let mut parts = Vec::new();
         let mut first = 0;
-        for (weight, rows) in plan.tables.iter().flat_map(|t| &t.parts) {
-            parts.push((first, sources.weight(weight)?));
-            first += rows;
+        for table in &plan.tables {
+            let encoded = table.encoded.as_ref();
+            let scale = encoded.map(|_| table.scale(sources, &Interrupt::default())).transpose()?;
+            for (weight, rows) in &table.parts {
+                parts.push((first, sources.weight(weight)?, scale));
+                first += rows;
+            }
         }
         Ok(Self { parts, format: plan.format, width: plan.width, rows: first })
     }
@@ -351,9 +407,9 @@ impl<'s> TableReader<'s> {
         out.clear();
         out.resize((rows.end.min(self.rows) - rows.start) as usize * row_bytes, 0);
         let mut at = rows.start;
-        let mut index = self.parts.partition_point(|(first, _)| *first <= at).saturating_sub(1);
+        let mut index = self.parts.partition_point(|(first, ..)| *first <= at).saturating_sub(1);
         while at < rows.end {
-            let (first, weight) = &self.parts[index];
+            let (first, weight, scale) = &self.parts[index];
             index += 1;
             let take = (rows.end.min(first + weight.rows())) - at;
             if take == 0 {
@@ -361,10 +417,51 @@ impl<'s> TableReader<'s> {
             }
             let begin = (at - rows.start) as usize * row_bytes;
             let target = &mut out[begin..begin + take as usize * row_bytes];
-            self.read_part(weight, at - first..at - first + take, target, scratch)?;
+            let rows = at - first..at - first + take;
+            match scale {
+                Some(scale) => self.encode_part(weight, rows, *scale, target)?,
+                None => self.read_part(weight, rows, target, scratch)?,
+            }
             at += take;
         }
         Ok(())
+    }
+
+    /// Adds the differences between stored FP8 rows and the exact values that they were made from.
+    pub(crate) fn errors(
+        &self,
+        rows: Range<u64>,
+        stored: &[u8],
+        errors: &mut crate::verify::Errors,
+    ) -> Result<(), ConvertError> {
+        for (first, weight, scale) in &self.parts {
+            let (a, b) = (rows.start.max(*first), rows.end.min(first + weight.rows()));
+            let Some(scale) = scale.filter(|_| a < b) else { continue };
+            let mut exact = vec![0f32; ((b - a) * self.width) as usize];
+            weight.decode_rows_f32(a - first..b - first, &mut exact)?;
+            let at = ((a - rows.start) * self.width) as usize;
+            let s = bf16_to_f32(scale);
+            let decoded: Vec<f32> =
+                stored[at..at + exact.len()].iter().map(|c| e4m3_to_f32(*c) * s).collect();
+            errors.add(&exact, &decoded, self.width, a);
+        }
+        Ok(())
+    }
+
+    fn encode_part(
+        &self,
+        weight: &SourceTensor<'_>,
+        rows: Range<u64>,
+        scale: u16,
+        out: &mut [u8],
+    ) -> Result<(), ConvertError> {
+        let mut values = vec![0f32; out.len()];
+        weight.decode_rows_f32(rows, &mut values)?;
+        fp8::encode_table(self.width as usize, &values, scale, out).map_err(|source| ConvertError::Word {
+            file: weight.checkpoint().shard_of(weight.planes().weight).name.clone(),
+            tensor: weight.name().to_owned(),
+            source: Box::new(source),
+        })
     }
 
     fn read_part(

@@ -10,7 +10,7 @@ use infernix_formats::{Format, Layout};
 use infernix_model::{Component, ModelConfig};
 use serde::Serialize;
 
-use crate::ngram::NgramPlan;
+use crate::ngram::{NgramPlan, TablePlan};
 use crate::proposal::ProposalOptions;
 use crate::recipe::{Method, Recipe};
 use crate::sources::{SourceSpec, Sources, WeightRef};
@@ -129,6 +129,8 @@ pub(crate) enum Content {
     InputColumns { weight: WeightRef },
     /// The activation scale of a weight, widened to FP32.
     InputScale { weight: WeightRef },
+    /// The scale of an n-gram table that is encoded here, BF16.
+    TableScale { table: Arc<TablePlan> },
     /// A whole small tensor, word for word.
     Tensor { source: usize, name: String },
     /// Rows of the output head, picked by the proposal's token ids.
@@ -206,7 +208,9 @@ pub struct Plan {
     /// What was asked for.
     pub options: ConvertOptions,
     /// The model.
-    pub config: ModelConfig,
+    ///
+    /// `None` for a drafter alone, a companion artifact.
+    pub config: Option<ModelConfig>,
     /// Components that are converted.
     pub components: Vec<Component>,
     /// Objects in payload order.
@@ -236,6 +240,25 @@ pub(crate) fn view_rows(shape: &[u64]) -> (u64, u64) {
         [n] => (*n, 1),
         [lead @ .., k] => (lead.iter().product(), *k),
     }
+}
+
+/// Rows and columns of a matrix in a coded format: the first axis by all others (a patch embedding is one row a channel).
+pub(crate) fn flat_rows(shape: &[u64]) -> (u64, u64) {
+    match shape {
+        [first, rest @ ..] if !rest.is_empty() => (*first, rest.iter().product()),
+        _ => view_rows(shape),
+    }
+}
+
+/// Decodes rows of `k` values of a weight whose own rows may be shorter.
+pub(crate) fn decode_flat(
+    weight: &infernix_checkpoint::SourceTensor<'_>,
+    rows: Range<u64>,
+    k: u64,
+    out: &mut [f32],
+) -> Result<(), crate::ConvertError> {
+    let per = (k / weight.row_len().max(1)).max(1);
+    Ok(weight.decode_rows_f32(rows.start * per..rows.end * per, out)?)
 }
 
 /// Bytes that conversion, verification and repair need at most beside the sources' directories: buffers of each worker

@@ -195,20 +195,22 @@ impl Builder<'_> {
         let Some(options) = self.options.proposal.clone() else { return Ok(()) };
         let fail = |reason: String| ConvertError::Proposal { reason };
         let vocabulary = Vocabulary::read(self.resource_checkpoint())?;
-        let addressable = vocabulary.as_ref().map_or(self.config.vocab, |v| v.ids.len() as u64);
+        let Some(vocab) = self.described.model.as_ref().map(|m| m.vocab) else {
+            return Err(fail("a drafter alone has no output head".into()));
+        };
+        let addressable = vocabulary.as_ref().map_or(vocab, |v| v.ids.len() as u64);
         let rows = options.rows.unwrap_or_else(|| Vocabulary::usual_rows(addressable));
-        if rows == 0 || rows > self.config.vocab {
-            return Err(fail(format!("{rows} rows of a vocabulary of {}", self.config.vocab)));
+        if rows == 0 || rows > vocab {
+            return Err(fail(format!("{rows} rows of a vocabulary of {}", vocab)));
         }
         let too_few = vocabulary.as_ref().is_none_or(|v| rows > v.ids.len() as u64);
-        let foreign = vocabulary
-            .as_ref()
-            .and_then(|v| v.special.iter().find(|id| u64::from(**id) >= self.config.vocab).copied());
+        let foreign =
+            vocabulary.as_ref().and_then(|v| v.special.iter().find(|id| u64::from(**id) >= vocab).copied());
         if too_few || foreign.is_some() {
             let reason = match (&vocabulary, foreign) {
                 (None, _) => "there is no tokenizer.json to tell which tokens there are".to_owned(),
                 (_, Some(id)) => {
-                    format!("special token {id} lies beyond the vocabulary of {}", self.config.vocab)
+                    format!("special token {id} lies beyond the vocabulary of {}", vocab)
                 }
                 (Some(v), None) => {
                     format!("{rows} rows are asked for, the tokenizer has {} tokens", v.ids.len())

@@ -16,11 +16,42 @@ use crate::sources::scheme_matches;
 /// Recipes built into the program: name and TOML text.
 const BUILT_IN: &[(&str, &str)] = &[
     ("auto", include_str!("../../../recipes/auto.toml")),
+    ("qwen3_5_122b_a10b_nvfp4", include_str!("../../../recipes/qwen3_5_122b_a10b_nvfp4.toml")),
+    ("qwen3_5_122b_a10b_nvfp4_ornith", include_str!("../../../recipes/qwen3_5_122b_a10b_nvfp4_ornith.toml")),
+    ("qwen3_5_common", include_str!("../../../recipes/qwen3_5_common.toml")),
+    ("qwen3_5_dense_common", include_str!("../../../recipes/qwen3_5_dense_common.toml")),
+    ("qwen3_5_groupwise_common", include_str!("../../../recipes/qwen3_5_groupwise_common.toml")),
+    ("qwen3_6_27b", include_str!("../../../recipes/qwen3_6_27b.toml")),
+    ("qwen3_6_27b_nvfp4", include_str!("../../../recipes/qwen3_6_27b_nvfp4.toml")),
+    ("qwen3_6_35b_a3b", include_str!("../../../recipes/qwen3_6_35b_a3b.toml")),
+    ("qwen3_8_27b", include_str!("../../../recipes/qwen3_8_27b.toml")),
+    ("qwen3_8_27b_nvfp4", include_str!("../../../recipes/qwen3_8_27b_nvfp4.toml")),
+    ("qwen3_8_27b_nvfp4_nvidia", include_str!("../../../recipes/qwen3_8_27b_nvfp4_nvidia.toml")),
+    ("qwen3_8_27b_nvfp4_nvidia_swift", include_str!("../../../recipes/qwen3_8_27b_nvfp4_nvidia_swift.toml")),
+    ("qwen3_8_27b_nvfp4_orcarouter", include_str!("../../../recipes/qwen3_8_27b_nvfp4_orcarouter.toml")),
+    ("qwen3_8_27b_nvfp4_quasar", include_str!("../../../recipes/qwen3_8_27b_nvfp4_quasar.toml")),
+    ("qwen3_8_27b_q6", include_str!("../../../recipes/qwen3_8_27b_q6.toml")),
     ("qwen3_8_flash_next_common", include_str!("../../../recipes/qwen3_8_flash_next_common.toml")),
+    ("qwen3_8_flash_next_dflash2", include_str!("../../../recipes/qwen3_8_flash_next_dflash2.toml")),
+    ("qwen3_8_flash_next_fp4_local", include_str!("../../../recipes/qwen3_8_flash_next_fp4_local.toml")),
+    (
+        "qwen3_8_flash_next_fp4_local_huihui",
+        include_str!("../../../recipes/qwen3_8_flash_next_fp4_local_huihui.toml"),
+    ),
+    ("qwen3_8_flash_next_fp8", include_str!("../../../recipes/qwen3_8_flash_next_fp8.toml")),
+    ("qwen3_8_flash_next_iq3_s", include_str!("../../../recipes/qwen3_8_flash_next_iq3_s.toml")),
     ("qwen3_8_flash_next_nvfp4", include_str!("../../../recipes/qwen3_8_flash_next_nvfp4.toml")),
     (
         "qwen3_8_flash_next_nvfp4_dense8",
         include_str!("../../../recipes/qwen3_8_flash_next_nvfp4_dense8.toml"),
+    ),
+    (
+        "qwen3_8_flash_next_nvfp4_dense8_swift",
+        include_str!("../../../recipes/qwen3_8_flash_next_nvfp4_dense8_swift.toml"),
+    ),
+    (
+        "qwen3_8_flash_next_nvfp4_orcarouter",
+        include_str!("../../../recipes/qwen3_8_flash_next_nvfp4_orcarouter.toml"),
     ),
 ];
 /// Deepest chain of includes.
@@ -28,7 +59,8 @@ const MAX_INCLUDES: usize = 8;
 /// Largest recipe file.
 const MAX_RECIPE_BYTES: u64 = 1 << 20;
 /// Roles a source may play.
-pub const ROLES: [&str; 6] = ["base", "quantized", "table", "mtp", "vision", "resources"];
+pub const ROLES: [&str; 8] =
+    ["base", "quantized", "table", "mtp", "vision", "dflash", "dflash2", "resources"];
 
 /// How the words of a parameter come about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,11 +77,26 @@ pub enum Method {
     Mse,
     /// FP8 with one BF16 scale per row from the row's largest magnitude.
     RowMaxabs,
+    /// NVFP4 with the divisor and block scales of the largest magnitudes.
+    Nvfp4Absmax,
+    /// NVFP4 with the block scale of the least squared error among all 126.
+    Nvfp4Mse,
+    /// An n-gram table in FP8 with one BF16 scale from its largest magnitude, as NVIDIA's release.
+    TableMaxabs,
 }
 
 impl Method {
-    const ALL: [Method; 6] =
-        [Method::Stored, Method::Widen, Method::Cast, Method::Absmax, Method::Mse, Method::RowMaxabs];
+    const ALL: [Method; 9] = [
+        Method::Stored,
+        Method::Widen,
+        Method::Cast,
+        Method::Absmax,
+        Method::Mse,
+        Method::RowMaxabs,
+        Method::Nvfp4Absmax,
+        Method::Nvfp4Mse,
+        Method::TableMaxabs,
+    ];
 
     /// Name in recipes and reports.
     #[must_use]
@@ -61,6 +108,9 @@ impl Method {
             Method::Absmax => "absmax",
             Method::Mse => "mse",
             Method::RowMaxabs => "row_maxabs",
+            Method::Nvfp4Absmax => "nvfp4_absmax",
+            Method::Nvfp4Mse => "nvfp4_mse",
+            Method::TableMaxabs => "table_maxabs",
         }
     }
 
@@ -68,6 +118,15 @@ impl Method {
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|m| m.name() == name)
+    }
+
+    /// The search that an NVFP4 method makes.
+    pub(crate) fn nvfp4(self) -> Option<infernix_formats::nvfp4::Method> {
+        match self {
+            Method::Nvfp4Absmax => Some(infernix_formats::nvfp4::Method::Absmax),
+            Method::Nvfp4Mse => Some(infernix_formats::nvfp4::Method::Mse),
+            _ => None,
+        }
     }
 
     /// Whether values may change.
@@ -121,6 +180,8 @@ pub struct Rule {
     pub require: Vec<String>,
     /// What to store.
     pub target: Target,
+    /// What to store down projections of routed experts as, where that differs and they are no bank.
+    pub down: Option<Format>,
     /// Layout, where not the format's usual one.
     pub layout: Option<Layout>,
     /// Method, where not the format's usual one.
@@ -201,6 +262,7 @@ struct RuleTable {
     #[serde(default)]
     require: Vec<String>,
     format: String,
+    down: Option<String>,
     layout: Option<String>,
     method: Option<String>,
     activation: Option<String>,
@@ -403,6 +465,11 @@ impl Recipe {
             return Ok(());
         }
         for rule in &self.rules {
+            // Block drafters have classes of their own, whatever their target.
+            let drafters =
+                !rule.components.is_empty() && rule.components.iter().all(|c| c.is_block_drafter());
+            let own: BTreeSet<Class> = infernix_model::drafter_classes().iter().copied().collect();
+            let classes = if drafters { &own } else { classes };
             for selector in &rule.classes {
                 let hit = compile_glob(&rule.origin, selector)?;
                 if !classes.iter().any(|c| hit.is_match(c.name())) {
@@ -461,8 +528,9 @@ impl RuleTable {
             .component
             .iter()
             .map(|c| {
-                Component::from_name(c)
-                    .ok_or_else(|| fail(format!("unknown component {c:?}; known: text, vision, mtp")))
+                Component::from_name(c).ok_or_else(|| {
+                    fail(format!("unknown component {c:?}; known: text, mtp, vision, dflash, dflash2"))
+                })
             })
             .collect::<Result<_, _>>()?;
         for scheme in self.scheme.iter().chain(&self.require) {
@@ -497,10 +565,16 @@ impl RuleTable {
                 (Method::Widen | Method::Cast, Target::Format(f)) => f.direct_bytes().is_some(),
                 (Method::Absmax | Method::Mse, Target::Format(f)) => f.group_spec().is_some(),
                 (Method::RowMaxabs, Target::Format(f)) => f == Format::Fp8Row,
+                (Method::Nvfp4Absmax | Method::Nvfp4Mse, Target::Format(f)) => f == Format::Nvfp4,
+                (Method::TableMaxabs, Target::Format(f)) => f == Format::Fp8Tensor,
             };
             if !fits {
                 return Err(fail(format!("method {} does not make format {}", method.name(), self.format)));
             }
+        }
+        let down = self.down.map(|f| f.parse::<Format>().map_err(|e| fail(e.to_string()))).transpose()?;
+        if down.is_some() && matched != [Class::Experts] {
+            return Err(fail("`down` is for class moe.experts alone".into()));
         }
         let activation = match self.activation.as_deref() {
             None => None,
@@ -529,6 +603,7 @@ impl RuleTable {
             schemes: self.scheme,
             require: self.require,
             target,
+            down,
             layout,
             method,
             activation,

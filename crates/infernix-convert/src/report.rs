@@ -5,12 +5,14 @@ use infernix_artifact::digest::ObjectDigests;
 use serde_json::json;
 
 use crate::plan::{Content, Plan};
+use crate::proof::Proofs;
 
 /// Renders `OUT.conversion.json`.
 pub(crate) fn render(
     plan: &Plan,
     summary: &Summary,
     digests: &ObjectDigests,
+    proofs: &Proofs,
     seconds: f64,
     resumed_bytes: u64,
     warnings: &[String],
@@ -66,7 +68,11 @@ pub(crate) fn render(
         "finished_unix": crate::exec::now(),
     });
     let mut out = serde_json::to_vec_pretty(&value).unwrap_or_default();
-    out.push(b'\n');
+    // The proof has a line for every tensor of a model: compact, behind the readable part, and never as one value.
+    out.truncate(out.len().saturating_sub(2));
+    out.extend_from_slice(b",\n  \"proof\": ");
+    let _ = serde_json::to_writer(&mut out, proofs);
+    out.extend_from_slice(b"\n}\n");
     out
 }
 
@@ -86,6 +92,7 @@ fn sources(content: &Content) -> Vec<String> {
         | Content::InputColumns { weight }
         | Content::ProposalHead { weight } => vec![weight.name.clone()],
         Content::Tensor { name, .. } => vec![name.clone()],
+        Content::TableScale { table } => table.names(),
         Content::ProposalIds | Content::Bytes(_) => Vec::new(),
     }
 }

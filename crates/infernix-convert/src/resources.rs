@@ -9,7 +9,8 @@ use infernix_model::Component;
 use serde_json::{Map, Value, json};
 
 use crate::ConvertError;
-use crate::build::{Builder, VISION_KEYS, config_json};
+use crate::build::Builder;
+use crate::described::{VISION_KEYS, config_json};
 use crate::plan::{Content, PlannedObject, Proof};
 use crate::recipe::Method;
 
@@ -76,7 +77,8 @@ impl Builder<'_> {
 
     /// An image processor must cut patches as the tower expects them.
     fn check_processor(&self, name: &str, value: &Value) -> Result<(), String> {
-        let (Some(v), true) = (&self.config.vision, name.ends_with("preprocessor_config.json")) else {
+        let vision = self.described.model.as_ref().and_then(|m| m.vision.as_ref());
+        let (Some(v), true) = (vision, name.ends_with("preprocessor_config.json")) else {
             return Ok(());
         };
         for (key, expected) in
@@ -98,7 +100,7 @@ impl Builder<'_> {
         &self,
         default_expert_activation: u64,
     ) -> Result<(BTreeMap<String, ArtifactComponent>, Vec<String>), ConvertError> {
-        let root = config_json(self.sources)?;
+        let root = if self.described.model.is_some() { config_json(self.sources)? } else { Value::Null };
         let mut late = Vec::new();
         let mut out = BTreeMap::new();
         for &component in &self.components {
@@ -109,8 +111,9 @@ impl Builder<'_> {
             }
             match component {
                 Component::Text => {
-                    record.config = object(self.config.to_text_config());
-                    if matches!(self.config.ffn, infernix_model::Ffn::Moe(_)) {
+                    let Some(model) = &self.described.model else { continue };
+                    record.config = object(model.to_text_config());
+                    if matches!(model.ffn, infernix_model::Ffn::Moe(_)) {
                         record
                             .config
                             .insert("default_expert_activation".into(), json!(default_expert_activation));
@@ -130,6 +133,11 @@ impl Builder<'_> {
                         }
                     }
                     record.target = Some("text".into());
+                }
+                Component::Dflash | Component::Dflash2 => {
+                    let drafter = self.described.drafters.iter().find(|d| d.component == component);
+                    record.config = drafter.map(|d| d.to_config()).unwrap_or_default();
+                    record.target = self.components.contains(&Component::Text).then(|| "text".into());
                 }
                 Component::Mtp => {
                     record.config.insert("num_hidden_layers".into(), json!(1));

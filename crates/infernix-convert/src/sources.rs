@@ -48,7 +48,7 @@ pub fn scheme_name(scheme: Scheme) -> Option<&'static str> {
 /// One checkpoint and the role it plays.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SourceSpec {
-    /// `base`, `quantized`, `table`, `mtp`, `vision` or `resources`.
+    /// One of [`ROLES`].
     pub role: String,
     /// Folder or `.safetensors` file.
     pub path: PathBuf,

@@ -108,6 +108,8 @@ pub(crate) fn decide_as(
         Method::Widen
     } else if format.group_spec().is_some() {
         Method::Absmax
+    } else if format == Format::Nvfp4 && !matches!(own, Format::Nvfp4Mul) && rule.method.is_some() {
+        Method::Nvfp4Mse
     } else if format == Format::Fp8Row {
         Method::RowMaxabs
     } else {

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod config;
+mod drafter;
 mod json;
 pub mod ngram;
 mod parameters;
@@ -14,6 +15,7 @@ pub use config::{
     Architecture, AttentionConfig, Ffn, GateActivation, GdnConfig, HyperConfig, LayerKind, ModelConfig,
     MoeConfig, PleConfig, QsaConfig, RopeConfig, VisionConfig, Yarn,
 };
+pub use drafter::{DrafterConfig, DrafterConv, DrafterSelector, drafter_classes};
 pub use parameters::{
     Class, Component, NameStyle, Parameter, Rows, Source, expert_parent_names, parameters, source_prefix,
 };

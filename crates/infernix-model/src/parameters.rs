@@ -12,9 +12,22 @@ pub enum Component {
     Vision,
     /// The model's own one-layer drafter.
     Mtp,
+    /// A separately trained block drafter.
+    Dflash,
+    /// The same with convolutions and a candidate selector.
+    Dflash2,
 }
 
 impl Component {
+    /// Every component, in the order of an artifact's payload.
+    pub const ALL: [Component; 5] = [Self::Text, Self::Mtp, Self::Vision, Self::Dflash, Self::Dflash2];
+
+    /// Whether it is a separately trained block drafter.
+    #[must_use]
+    pub fn is_block_drafter(self) -> bool {
+        matches!(self, Self::Dflash | Self::Dflash2)
+    }
+
     /// Its name in the artifact and on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -22,13 +35,15 @@ impl Component {
             Self::Text => "text",
             Self::Vision => "vision",
             Self::Mtp => "mtp",
+            Self::Dflash => "dflash",
+            Self::Dflash2 => "dflash2",
         }
     }
 
     /// The component of this name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Text, Self::Vision, Self::Mtp].into_iter().find(|c| c.name() == name)
+        Self::ALL.into_iter().find(|c| c.name() == name)
     }
 }
 
@@ -112,6 +127,12 @@ classes! {
     NgramTable "ple.ngram_table" "N-gram table rows, stored in a volume.",
     MtpNorm "mtp.norm" "Input norms of the drafter.",
     MtpFc "mtp.fc" "Input projections of the drafter.",
+    DflashFc "dflash.fc" "Projection of the target's residuals into a block drafter.",
+    DflashNorm "dflash.norm" "Norms of a block drafter.",
+    DflashConv "dflash.conv" "Base kernels of a block drafter's convolutions.",
+    DflashConvProjection "dflash.conv_projection" "Projections to a block drafter's dynamic kernels.",
+    DflashSelector "dflash.selector" "Projection of the candidate selector.",
+    DflashCodebook "dflash.codebook" "Codebooks of the candidate selector.",
     VisionPatch "vision.patch" "Patch embedding.",
     VisionPositions "vision.positions" "Learned position table.",
     VisionNorm "vision.norm" "Vision layer norms.",

@@ -5,15 +5,16 @@ use std::ops::Range;
 
 use infernix_artifact::{Binding, Directory};
 use infernix_formats::Layout;
-use infernix_model::{Component, ModelConfig, Parameter, Source, parameters};
+use infernix_model::{Component, ModelConfig, Parameter, Source};
 
 use super::Context;
 use super::tally::Mismatch;
 use crate::ConvertError;
-use crate::build::{model_config, name_style};
+use crate::build::name_style;
+use crate::described::Described;
 use crate::experts::{ExpertSource, matrix_name};
 use crate::group::rows_of;
-use crate::ngram::NgramPlan;
+use crate::ngram::{NgramPlan, RowFormat, TablePlan};
 use crate::plan::{Content, view_rows};
 use crate::recipe::Recipe;
 use crate::resources::RESOURCES;
@@ -53,6 +54,7 @@ pub(crate) enum Task {
     InputScales { object: usize, source: usize, prefix: String },
     InputScale { object: usize, weight: WeightRef },
     InputColumns { object: usize, weight: WeightRef },
+    TableScale { object: usize, table: Box<TablePlan> },
     Tensor { object: usize, source: usize, name: String },
     Resource { object: usize, component: Component, role: String },
     Proposal { head: usize, ids: usize, weight: WeightRef, target: usize },
@@ -70,6 +72,8 @@ pub(crate) struct Map {
     /// Tensors compared by tasks without a target (the table's scale).
     pub(crate) plain_tensors: u64,
     pub(crate) ngram: Option<NgramPlan>,
+    /// The table, where its rows were encoded.
+    pub(crate) table_target: Option<usize>,
     pub(crate) config: Option<ModelConfig>,
 }
 
@@ -81,6 +85,7 @@ impl Task {
             | Task::InputScales { object, .. }
             | Task::InputScale { object, .. }
             | Task::InputColumns { object, .. }
+            | Task::TableScale { object, .. }
             | Task::Tensor { object, .. }
             | Task::Resource { object, .. }
             | Task::Proposal { head: object, .. } => *object,
@@ -102,6 +107,7 @@ impl Task {
                 super::bank::compare_input_scales(context, *object, *source, prefix)
             }
             Task::InputScale { object, weight } => super::bank::compare_input_scale(context, *object, weight),
+            Task::TableScale { object, table } => super::rows::compare_table_scale(context, *object, table),
             Task::InputColumns { object, weight } => super::bank::compare_columns(context, *object, weight),
             Task::Tensor { object, source, name } => {
                 super::rows::compare_tensor(context, *object, *source, name)
@@ -140,7 +146,7 @@ fn resource(
 
 /// Builds the comparisons for an artifact against sources.
 pub(crate) fn build(context: &Context<'_>) -> Result<Map, ConvertError> {
-    let config = model_config(context.sources)?;
+    let described = Described::of(context.sources)?;
     let directory = context.artifact.directory();
     let mut b = Builder {
         context,
@@ -151,18 +157,19 @@ pub(crate) fn build(context: &Context<'_>) -> Result<Map, ConvertError> {
         map: Map::default(),
         recipe: recorded_recipe(directory),
     };
-    b.config(&config);
-    let components: Vec<Component> = [Component::Text, Component::Mtp, Component::Vision]
-        .into_iter()
-        .filter(|c| directory.components.contains_key(c.name()))
-        .collect();
+    if let Some(config) = &described.model {
+        b.config(config);
+    }
+    let components: Vec<Component> =
+        Component::ALL.into_iter().filter(|c| directory.components.contains_key(c.name())).collect();
     for id in directory.components.keys().filter(|id| Component::from_name(id).is_none()) {
         b.map.problems.push(format!("component {id} cannot be compared with a checkpoint"));
     }
-    for p in parameters(&config, &name_style(context.sources), &components) {
-        b.parameter(&p, &config)?;
+    let list = described.parameters(&name_style(context.sources), &components);
+    for p in &list {
+        b.parameter(p, described.model.as_ref())?;
     }
-    b.auxiliaries(&config, &components)?;
+    b.auxiliaries(&list)?;
     b.resources();
     b.proposal()?;
     let Builder { runs, expected, mut map, .. } = b;
@@ -178,7 +185,7 @@ pub(crate) fn build(context: &Context<'_>) -> Result<Map, ConvertError> {
         map.tasks.push(Task::Rows { object, runs });
     }
     map.tasks.sort_by_key(Task::object);
-    map.config = Some(config);
+    map.config = described.model;
     Ok(map)
 }
 
@@ -311,7 +318,7 @@ impl Builder<'_> {
         }
     }
 
-    fn parameter(&mut self, p: &Parameter, config: &ModelConfig) -> Result<(), ConvertError> {
+    fn parameter(&mut self, p: &Parameter, config: Option<&ModelConfig>) -> Result<(), ConvertError> {
         let sources = self.context.sources;
         let role = self.role(p);
         let role = role.as_deref();
@@ -373,18 +380,36 @@ impl Builder<'_> {
                 }
             }
             Source::NgramTable { .. } => {
+                let Some(config) = config else { return Ok(()) };
                 let mut missing = Vec::new();
                 let table = crate::ngram::plan_table(sources, config, p, role, &mut missing)?;
                 if let Some(name) = missing.first() {
                     return Err(gone(name));
                 }
-                if let Some(table) = table {
+                if let Some(mut table) = table {
+                    self.encoded_table(p, &mut table);
                     let plan = self.map.ngram.get_or_insert_with(|| NgramPlan::new("volume".into(), false));
                     plan.push(table, sources.main_path())?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// A BF16 table that the artifact has in FP8: by the stated rule, with a scale of its own.
+    fn encoded_table(&mut self, p: &Parameter, table: &mut TablePlan) {
+        let text = self.directory.components.get("text");
+        let format = text.and_then(|t| t.config.get("ngram_table")?.get("format")?.as_str());
+        if table.format != RowFormat::Bf16 || format != Some(RowFormat::Fp8E4m3fn.name()) {
+            return;
+        }
+        table.encode();
+        self.map.table_target = Some(self.target(p, &p.name, 1));
+        if let Some(parts) = self.parts(&p.name.replace("/ngram_table", "/ngram_scale"), 1)
+            && let [(object, 0, _)] = parts[..]
+        {
+            self.map.tasks.push(Task::TableScale { object, table: Box::new(table.clone()) });
+        }
     }
 
     fn experts(&mut self, p: &Parameter, prefix: &str, experts: &ExpertSource) {
@@ -427,8 +452,7 @@ impl Builder<'_> {
     }
 
     /// Activation scales of dense weights, found through the uses.
-    fn auxiliaries(&mut self, config: &ModelConfig, components: &[Component]) -> Result<(), ConvertError> {
-        let list = parameters(config, &name_style(self.context.sources), components);
+    fn auxiliaries(&mut self, list: &[Parameter]) -> Result<(), ConvertError> {
         let by_name: BTreeMap<&str, &Parameter> = list.iter().map(|p| (p.name.as_str(), p)).collect();
         let mut seen = BTreeSet::new();
         let (mut scaled, mut ordered) = (BTreeSet::new(), BTreeSet::new());
@@ -463,7 +487,7 @@ impl Builder<'_> {
             }
         }
         // Every scale of the checkpoint must have been kept, and every order of columns that blocks keep.
-        for p in &list {
+        for p in list {
             if let Source::Tensor { name, .. } = &p.source
                 && let Some((_, weight)) =
                     self.context.sources.locate(name, p.component, self.role(p).as_deref(), false)?

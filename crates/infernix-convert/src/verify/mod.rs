@@ -25,6 +25,7 @@ use crate::exec::{step_bytes, thread_pool};
 use crate::progress::Progress;
 use crate::sources::{SourceSpec, Sources};
 
+pub(crate) use tally::Errors;
 pub use tally::{Mismatch, Requantized, VerifyReport, Worst};
 
 /// How many rows of the n-gram table to compare.

@@ -12,7 +12,7 @@ use super::map::{Map, Run};
 use super::tally::{Errors, Mismatch};
 use crate::ConvertError;
 use crate::fill::{encode_rows, floats, rounded, widened};
-use crate::plan::view_rows;
+use crate::plan::{decode_flat, view_rows};
 use crate::recipe::Method;
 use crate::sources::WeightRef;
 
@@ -276,7 +276,7 @@ fn coded(
     weight: &SourceTensor<'_>,
     run: &Run,
 ) -> Result<(), ConvertError> {
-    let k = run.k;
+    let k = object.shape().and_then(|s| s.last().copied()).unwrap_or(run.k);
     if layout.is_bank()
         || k == 0
         || run.object_begin % k != 0
@@ -325,6 +325,16 @@ fn coded(
         row = rows.end;
     }
     if !exact {
+        // NVFP4's divisor follows from the largest magnitude of the whole matrix.
+        if let Some(search) = method.and_then(Method::nvfp4)
+            && run.len == object.elements()
+        {
+            let stored = Stored::read(context, object, (format, layout), shape, 0..1)?.planes.global;
+            let expected =
+                nvfp4::divisor(search, errors.largest_exact).map(f32::to_le_bytes).unwrap_or_default();
+            Words { tensor: weight.name(), unit: 4, columns: 1, per_row: 1, first_row: 0 }
+                .compare(context, &expected, &stored);
+        }
         context.tally.errors(run.target, &errors);
         if method.is_none() {
             let name = &map.targets[run.target].parameter;
@@ -435,8 +445,8 @@ fn requantized(
         let source = rows.start - stored.rows.start + first_source;
         let count = rows.end - rows.start;
         let mut exact = vec![0f32; (count * k) as usize];
-        weight.decode_rows_f32(source..source + count, &mut exact)?;
-        let mut errors = Errors::default();
+        decode_flat(weight, source..source + count, k, &mut exact)?;
+        let mut errors = Errors { largest_exact: infernix_formats::amax(&exact), ..Errors::default() };
         let Some(part) = stored.part(&rows) else {
             context
                 .tally
@@ -470,13 +480,14 @@ fn requantized(
                 })
                 .count()
         };
-        let wrong = match encode_rows(method, stored.format, k, &exact, source) {
+        let divisor = floats(Dtype::F32, &stored.planes.global).first().copied().unwrap_or(1.0);
+        let wrong = match encode_rows(method, stored.format, k, &exact, source, divisor) {
             Ok(again) => wrong(&again, 0, count as usize),
             // Values that cannot be encoded are another checkpoint's: row by row, to count only theirs.
             Err(_) => exact
                 .chunks(k as usize)
                 .enumerate()
-                .map(|(row, values)| match encode_rows(method, stored.format, k, values, 0) {
+                .map(|(row, values)| match encode_rows(method, stored.format, k, values, 0, divisor) {
                     Ok(again) => wrong(&again, row, 1),
                     Err(_) => 1,
                 })
@@ -490,6 +501,7 @@ fn requantized(
     for (part, wrong) in results {
         errors.squares += part.squares;
         errors.total += part.total;
+        errors.largest_exact = errors.largest_exact.max(part.largest_exact);
         if part.largest > errors.largest {
             errors.largest = part.largest;
             errors.worst = part.worst;
@@ -516,6 +528,21 @@ pub(super) fn compare_tensor(
     let expected = if object.format() == Some("fp32") { widened(info.dtype, &bytes) } else { bytes };
     let unit = if object.format() == Some("fp32") { 4 } else { 2 };
     Words { tensor: name, unit, columns: 1, per_row: info.elements(), first_row: 0 }
+        .compare(context, &expected, &stored);
+    Ok(())
+}
+
+/// The scale of a table that was encoded here.
+pub(super) fn compare_table_scale(
+    context: &Context<'_>,
+    object: usize,
+    table: &crate::ngram::TablePlan,
+) -> Result<(), ConvertError> {
+    let object = &context.artifact.directory().objects[object];
+    let mut stored = vec![0; object.bytes as usize];
+    context.artifact.read_at(object.offset, &mut stored)?;
+    let expected = table.scale(context.sources, context.interrupt)?.to_le_bytes();
+    Words { tensor: &object.id, unit: 2, columns: 1, per_row: 1, first_row: 0 }
         .compare(context, &expected, &stored);
     Ok(())
 }

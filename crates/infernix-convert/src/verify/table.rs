@@ -4,9 +4,11 @@ use infernix_artifact::Digest;
 use infernix_artifact::ngram::Volume;
 
 use super::map::Map;
+use super::tally::Errors;
 use super::{Context, NgramRows};
 use crate::ConvertError;
 use crate::ngram::TableReader;
+use crate::recipe::Method;
 
 /// Seed of the sample.
 const SEED: u64 = 7;
@@ -80,6 +82,11 @@ pub(super) fn compare(
     context.progress.begin("n-gram rows", plan.rows * plan.row_bytes);
     let batch = (context.step / plan.row_bytes.max(1)).max(1);
     let mut found = Vec::new();
+    let mut errors = Errors {
+        method: Method::TableMaxabs.name().into(),
+        format: plan.format.name().into(),
+        ..Errors::default()
+    };
     let mut row = 0;
     while row < plan.rows {
         context.interrupt.check()?;
@@ -88,10 +95,16 @@ pub(super) fn compare(
         found.resize(source.len(), 0);
         volume.read_rows(row, &mut found)?;
         tell(context, plan, row, &source, &found);
+        if map.table_target.is_some() {
+            reader.errors(row..end, &found, &mut errors)?;
+        }
         context.progress.advance(source.len() as u64);
         row = end;
     }
     context.progress.end();
+    if let Some(target) = map.table_target {
+        context.tally.errors(target, &errors);
+    }
     Ok(integrity.row_digest)
 }
 

@@ -138,6 +138,8 @@ impl VerifyReport {
 /// Error sums of a parameter.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Errors {
+    /// Largest magnitude of the exact values.
+    pub(crate) largest_exact: f32,
     pub(crate) squares: f64,
     pub(crate) total: f64,
     pub(crate) largest: f64,

@@ -156,7 +156,7 @@ fn a_gguf_without_its_compress_ratio_asks_for_the_source() {
     let Some(bf16) = fixture("flash-demo-bf16") else { return };
     o.sources.push(SourceSpec::new("resources", bf16));
     let plan = plan(&o).unwrap();
-    assert_eq!(plan.config.qsa.as_ref().unwrap().ratio, 16);
+    assert_eq!(plan.config.as_ref().unwrap().qsa.as_ref().unwrap().ratio, 16);
     assert!(
         plan.warnings.iter().any(|w| w.contains("sparse attention is switched off")),
         "{:?}",

@@ -6,8 +6,10 @@
 #![expect(clippy::print_stderr, reason = "skipped tests say why")]
 
 mod bad_input;
+mod built_in;
 mod common;
 mod demo;
+mod derivation;
 mod fixtures;
 mod gguf;
 mod proof;

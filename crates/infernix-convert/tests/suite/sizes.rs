@@ -79,3 +79,188 @@ fn plans_from_real_headers_have_the_published_sizes() {
     // The reconstruction of the published payload, without its resources.
     assert!(within(exact.artifact_bytes(), 80_356_996_608 - 178_782_208), "{}", exact.artifact_bytes());
 }
+
+/// Tensors of a checkpoint folder by name: dtype and shape.
+type Headers = std::collections::BTreeMap<String, (String, Vec<u64>)>;
+
+/// Name, dtype, shape.
+type Tensor = (String, &'static str, Vec<u64>);
+
+/// What stands in place of a tensor of that name, dtype and shape.
+type Change<'c> = &'c dyn Fn(&str, &str, &[u64]) -> Vec<Tensor>;
+
+/// The real headers as another release has them, in one file without data. `change` maps a tensor to those in its place.
+fn release(from: &std::path::Path, to: &std::path::Path, change: Change<'_>) {
+    let mut all = Headers::new();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|e| e != "safetensors") {
+            continue;
+        }
+        let bytes = std::fs::read(&path).unwrap();
+        let header: serde_json::Value = serde_json::from_slice(&bytes[8..]).unwrap();
+        for (name, t) in header.as_object().unwrap() {
+            let shape: Vec<u64> =
+                t["shape"].as_array().unwrap().iter().map(|d| d.as_u64().unwrap()).collect();
+            for (name, dtype, shape) in change(name, t["dtype"].as_str().unwrap(), &shape) {
+                all.insert(name, (dtype.to_owned(), shape));
+            }
+        }
+    }
+    let mut text = String::from("{");
+    let mut at = 0;
+    for (i, (name, (dtype, shape))) in all.iter().enumerate() {
+        let size = match dtype.as_str() {
+            "BF16" => 2,
+            "F32" => 4,
+            "I64" => 8,
+            _ => 1,
+        };
+        let end = at + size * shape.iter().product::<u64>();
+        let comma = if i > 0 { "," } else { "" };
+        text += &format!(
+            "{comma}\"{name}\":{{\"dtype\":\"{dtype}\",\"shape\":{shape:?},\"data_offsets\":[{at},{end}]}}"
+        );
+        at = end;
+    }
+    text.push('}');
+    std::fs::create_dir_all(to).unwrap();
+    let bytes = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    std::fs::write(to.join("model.safetensors"), bytes).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if path.extension().is_some_and(|e| e == "json" || e == "jinja")
+            && !name.contains("index")
+            && !name.contains("quant")
+        {
+            std::fs::copy(&path, to.join(name)).unwrap();
+        }
+    }
+}
+
+/// Tensors as they are.
+fn same(name: &str, dtype: &str, shape: &[u64]) -> Vec<Tensor> {
+    let known = ["BF16", "F32", "U8", "F8_E4M3", "I64"].into_iter().find(|d| *d == dtype);
+    vec![(name.to_owned(), known.unwrap(), shape.to_vec())]
+}
+
+const TABLE: &str = ".ngram_embedding.";
+
+#[test]
+fn plans_of_the_other_releases_have_their_published_sizes() {
+    let dir = tempfile::tempdir().unwrap();
+    if !headers(dir.path()) {
+        return;
+    }
+    let make = |folder: &std::path::Path, recipe: &str, proposal: bool| {
+        let mut o = options(folder, recipe, &folder.join("x.infernix"));
+        o.dry_run = true;
+        o.proposal = proposal.then_some(ProposalOptions { rows: Some(131_072), ranking: Ranking::Absent });
+        let plan = plan(&o).unwrap_or_else(|e| panic!("{recipe}: {e}"));
+        eprintln!("{recipe}: {} bytes", plan.artifact_bytes());
+        assert!(plan.missing.is_empty(), "{recipe}: {:?}", &plan.missing[..plan.missing.len().min(8)]);
+        plan
+    };
+    // compressed-tensors, weight-only experts, FP8 rows, a BF16 table and a fused BF16 drafter.
+    let weight_only = dir.path().join("orcarouter");
+    let rows = ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"];
+    release(dir.path(), &weight_only, &|name, dtype, shape| {
+        let text = name.starts_with("model.language_model.");
+        if name.starts_with("mtp.layers.0.mlp.experts.") {
+            return if name == "mtp.layers.0.mlp.experts.0.gate_proj.weight" {
+                let p = "mtp.layers.0.mlp.experts";
+                vec![
+                    (format!("{p}.gate_up_proj"), "BF16", vec![512, 1280, 2560]),
+                    (format!("{p}.down_proj"), "BF16", vec![512, 2560, 640]),
+                ]
+            } else {
+                Vec::new()
+            };
+        }
+        if name.contains(TABLE) {
+            return if name.ends_with("weight_scale") { Vec::new() } else { same(name, "BF16", shape) };
+        }
+        if name.contains(".mlp.experts.") {
+            return match name.rsplit('.').next() {
+                Some("weight") => same(&name.replace(".weight", ".weight_packed"), dtype, shape),
+                Some("weight_scale_2") => {
+                    same(&name.replace("weight_scale_2", "weight_global_scale"), dtype, shape)
+                }
+                Some("input_scale") => Vec::new(),
+                _ => same(name, dtype, shape),
+            };
+        }
+        let row = text
+            && (rows.iter().any(|r| name.ends_with(&format!(".{r}.weight")))
+                || name.contains(".shared_expert."));
+        if row {
+            let scale = name.replace(".weight", ".weight_scale");
+            return vec![(name.to_owned(), "F8_E4M3", shape.to_vec()), (scale, "BF16", vec![shape[0], 1])];
+        }
+        same(name, dtype, shape)
+    });
+    let plan = make(&weight_only, "qwen3_8_flash_next_nvfp4_orcarouter", true);
+    assert!(within(plan.artifact_bytes(), 76_302_074_624), "{}", plan.artifact_bytes());
+    assert_eq!(
+        parameters(&plan, |p| p == Proof::Requantized),
+        293 + 20 + 2,
+        "and the table\'s scale and the proposal head"
+    );
+    assert_eq!(plan.ngram.as_ref().unwrap().bytes, 52_429_058_048);
+    let bf16 = make(&weight_only, "auto", false);
+    assert_eq!(bf16.ngram.as_ref().unwrap().bytes, 109_227_196_416);
+
+    // Block FP8 experts.
+    let fp8 = dir.path().join("fp8");
+    release(dir.path(), &fp8, &|name, dtype, shape| {
+        if name.contains(".mlp.experts.") && name.starts_with("model.") {
+            return match name.rsplit('.').next() {
+                Some("weight") => {
+                    let (n, k) = (shape[0], 2 * shape[1]);
+                    let scale = name.replace(".weight", ".weight_scale_inv");
+                    vec![
+                        (name.to_owned(), "F8_E4M3", vec![n, k]),
+                        (scale, "F32", vec![n.div_ceil(128), k.div_ceil(128)]),
+                    ]
+                }
+                _ => Vec::new(),
+            };
+        }
+        same(name, dtype, shape)
+    });
+    let plan = make(&fp8, "qwen3_8_flash_next_fp8", false);
+    // 112.6 GiB of experts.
+    assert_eq!(plan.classes["moe.experts"].bytes, 48 * 512 * 4_919_296);
+
+    // MXFP8 projections and an NVFP4 table, no drafter.
+    let local = dir.path().join("fp4local");
+    let mx = [&rows[..], &["in_proj_a", "in_proj_b", "index_qk_proj"]].concat();
+    release(dir.path(), &local, &|name, dtype, shape| {
+        if name.starts_with("mtp.") {
+            return Vec::new();
+        }
+        if name.contains(TABLE) {
+            let scale = name.replace(".weight", ".weight_scale");
+            return if name.ends_with("ngram_embedding.weight_scale") {
+                vec![(name.replace("weight_scale", "weight_scale_2"), "F32", vec![])]
+            } else {
+                vec![(name.to_owned(), "U8", vec![shape[0], 80]), (scale, "F8_E4M3", vec![shape[0], 10])]
+            };
+        }
+        let text = name.starts_with("model.language_model.");
+        let is =
+            mx.iter().any(|r| name.ends_with(&format!(".{r}.weight"))) || name.contains(".shared_expert.");
+        if text && is {
+            let scale = name.replace(".weight", ".weight_scale");
+            return vec![
+                (name.to_owned(), "F8_E4M3", shape.to_vec()),
+                (scale, "U8", vec![shape[0], shape[1] / 32]),
+            ];
+        }
+        same(name, dtype, shape)
+    });
+    let plan = make(&local, "qwen3_8_flash_next_fp4_local", false);
+    assert_eq!(plan.ngram.as_ref().unwrap().bytes, 29_127_258_112);
+    assert_eq!(plan.classes["moe.experts"].bytes, 48 * 1_415_583_744);
+}
