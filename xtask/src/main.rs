@@ -1,6 +1,7 @@
 //! Development chores: `cargo xtask COMMAND`.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a development tool reports to its terminal")]
 
+mod clients;
 mod copy_ratio;
 mod generate;
 mod synth;
@@ -8,7 +9,8 @@ mod synth;
 const USAGE: &str = "\
 usage: cargo xtask synth OUT [OPTIONS]        writes a synthetic checkpoint (`synth --help`)
        cargo xtask gen [--check]              writes docs/cli.md and docs/recipe-list.md, or says if they differ
-       cargo xtask copy-ratio PROGRAM CHECKPOINT SCRATCH   compares a conversion with a copy (`copy-ratio --help`)";
+       cargo xtask copy-ratio PROGRAM CHECKPOINT SCRATCH   compares a conversion with a copy (`copy-ratio --help`)
+       cargo xtask clients [--short]          drives real clients against the server (`clients --help`)";
 
 fn main() -> std::process::ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -16,6 +18,7 @@ fn main() -> std::process::ExitCode {
         Some("synth") => synth::run(&args[1..]),
         Some("gen") => generate::run(&args[1..]),
         Some("copy-ratio") => copy_ratio::run(&args[1..]),
+        Some("clients") => clients::run(&args[1..]),
         Some("--help" | "-h") => {
             println!("{USAGE}");
             return std::process::ExitCode::SUCCESS;
