@@ -101,6 +101,11 @@ pub(crate) fn check_content_type(method: &Method, headers: &HeaderMap) -> Result
     if *method != Method::POST {
         return Ok(());
     }
+    if let Some(encoding) = headers.get(header::CONTENT_ENCODING)
+        && encoding != "identity"
+    {
+        return Err(ApiError::new(415, "unsupported_media_type", "bodies must not be compressed"));
+    }
     let kind = headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or("");
     let kind = kind.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
     if kind == "application/json" || kind.starts_with("application/") && kind.ends_with("+json") {
@@ -194,5 +199,7 @@ mod tests {
         }
         assert_eq!(check_content_type(&Method::POST, &headers(&[])).expect_err("refused").status, 415);
         assert!(check_content_type(&Method::GET, &headers(&[])).is_ok());
+        let zipped = headers(&[("content-type", "application/json"), ("content-encoding", "zstd")]);
+        assert_eq!(check_content_type(&Method::POST, &zipped).expect_err("refused").status, 415);
     }
 }

@@ -113,13 +113,15 @@ impl Track {
 
 /// A cause as one word.
 pub(crate) fn cause(cause: MissCause) -> &'static str {
-    match cause {
-        MissCause::Cold => "cold",
-        MissCause::Diverged => "diverged",
-        MissCause::NoSnapshot => "no_snapshot",
-        MissCause::Evicted => "evicted",
-        MissCause::Bypassed => "bypassed",
-    }
+    const NAMES: [(MissCause, &str); 5] = [
+        (MissCause::Cold, "cold"),
+        (MissCause::Diverged, "diverged"),
+        (MissCause::NoSnapshot, "no_snapshot"),
+        (MissCause::Evicted, "evicted"),
+        (MissCause::Bypassed, "bypassed"),
+    ];
+    // What has no other name goes on where the cached text ends.
+    NAMES.iter().find(|(known, _)| *known == cause).map_or("extended", |(_, name)| name)
 }
 
 /// A finish without the text that a stop string has.
