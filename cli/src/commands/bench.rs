@@ -31,7 +31,7 @@ pub(crate) fn run(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Ou
     let tests = tests(args)?;
     let clock = Instant::now();
     let found = find(args, progress)?;
-    let options = LoadOptions { drafter: false, activations: found.activations };
+    let options = LoadOptions { activations: found.activations, ..LoadOptions::default() };
     let cpu = CpuOptions { threads: found.threads, threads_batch: found.threads_batch, isa: None };
     let started = |s: &dyn WeightSource| -> anyhow::Result<Subject> { subject(args, &found, s, &cpu) };
     let source = found.source.as_source();

@@ -50,7 +50,8 @@ fn start<B: Backend>(
     task: impl Task,
 ) -> anyhow::Result<Outcome> {
     let source = ArtifactSource::new(Arc::clone(&open.artifact))?;
-    let model = load(backend, &source, LoadOptions { drafter: false, activations: open.activations })?;
+    let model =
+        load(backend, &source, LoadOptions { activations: open.activations, ..LoadOptions::default() })?;
     let ngram = open_ngram(&open.artifact, open.ngram.as_deref(), NgramOptions::default())?.map(
         |(ngram, warnings)| {
             warnings.iter().for_each(|w| crate::output::warn(w));

@@ -3,7 +3,13 @@
 //! A [`Driver`] owns a model and hands out [`Sequence`]s. It is the plain way to run one or a few sequences; a
 //! scheduler that serves many builds on the same calls.
 
-use crate::backend::{Backend, CallKind, LaneMeta, Part, RowKey, StepMeta, Trace};
+mod draft;
+mod image;
+
+pub use draft::DraftLane;
+pub use image::Image;
+
+use crate::backend::{Backend, CallKind, LaneMeta, Part, StepMeta, Trace};
 use crate::error::EngineError;
 use crate::model::Model;
 use crate::ngram::{Ngram, NgramTicket};
@@ -27,25 +33,66 @@ impl Default for DriverOptions {
 }
 
 /// State of one text.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Sequence {
-    slot: usize,
-    stream: u64,
-    pages: Vec<u32>,
+    pub(crate) slot: usize,
+    pub(crate) stream: u64,
+    /// A page each [`PAGE_TOKENS`] tokens. Pages that others hold too are copied before they are written.
+    pub(crate) pages: Vec<u32>,
     /// Committed tokens.
-    ids: Vec<u32>,
+    pub(crate) ids: Vec<u32>,
     /// Rotary position of a token = its index + this (images shift it).
     pub rope_delta: i64,
     /// Committed drafter entries.
-    drafted: usize,
-    /// What the drafter needs of the last committed token; empty when no drafter runs.
+    pub(crate) drafted: usize,
+    /// What the drafter needs of the committed tokens from `drafted` on; empty when no drafter runs. Entry t needs the
+    /// token at t + 1, so at least the last token's row waits here.
     frontier: Vec<f32>,
     /// Columns of the last decode round, not yet committed, with their frontiers.
-    pending: Vec<u32>,
+    pub(crate) pending: Vec<u32>,
     pending_frontier: Vec<f32>,
 }
 
 impl Sequence {
+    /// An empty sequence in a slot.
+    pub(crate) fn new(slot: usize, stream: u64) -> Self {
+        Sequence { slot, stream, ..Sequence::default() }
+    }
+
+    /// Pages that must be taken before tokens up to `tokens` can be written.
+    pub(crate) fn pages_missing(&self, pool: &KvPool, tokens: usize) -> usize {
+        let first = self.drafted.min(self.ids.len()) / PAGE_TOKENS;
+        let shared = self.pages.iter().skip(first).filter(|p| pool.is_shared(**p)).count();
+        tokens.div_ceil(PAGE_TOKENS).saturating_sub(self.pages.len()) + shared
+    }
+
+    /// Takes those pages; `copy(from, to)` copies one that others hold too.
+    pub(crate) fn reserve(
+        &mut self,
+        pool: &mut KvPool,
+        tokens: usize,
+        mut copy: impl FnMut(u32, u32),
+    ) -> Result<(), EngineError> {
+        let first = self.drafted.min(self.ids.len()) / PAGE_TOKENS;
+        for page in self.pages.iter_mut().skip(first) {
+            if pool.is_shared(*page) {
+                let own = pool.take()?;
+                copy(*page, own);
+                pool.release(std::mem::replace(page, own));
+            }
+        }
+        while self.pages.len() * PAGE_TOKENS < tokens {
+            self.pages.push(pool.take()?);
+        }
+        Ok(())
+    }
+
+    /// Gives back pages past `tokens`.
+    pub(crate) fn trim(&mut self, pool: &mut KvPool, tokens: usize) {
+        let keep = tokens.div_ceil(PAGE_TOKENS).min(self.pages.len());
+        self.pages.drain(keep..).for_each(|p| pool.release(p));
+    }
+
     /// Committed tokens.
     pub fn ids(&self) -> &[u32] {
         &self.ids
@@ -65,11 +112,8 @@ impl Sequence {
 /// A sequence's state at a point; its KV pages stay those of the sequence.
 #[derive(Clone)]
 pub struct Snapshot<B: Backend> {
-    state: B::Snapshot,
+    image: Image<B::Snapshot>,
     ids: Vec<u32>,
-    rope_delta: i64,
-    drafted: usize,
-    frontier: Vec<f32>,
 }
 
 /// Which rows of a lane to give logits of.
@@ -118,11 +162,14 @@ pub struct Driver<B: Backend> {
     /// The model.
     pub model: Model<B>,
     ngram: Option<Ngram>,
-    pool: KvPool,
-    slots: Vec<usize>,
-    sequences: usize,
+    pub(crate) pool: KvPool,
+    pub(crate) slots: Vec<usize>,
+    pub(crate) sequences: usize,
+    pub(crate) started: std::time::Instant,
     /// Fill it to have every call record its layers.
     pub record: Option<Vec<LayerRecord>>,
+    /// Fill it to have every call record the experts of its rows: layer by layer, row by row.
+    pub routing: Option<Vec<Vec<Vec<u32>>>>,
 }
 
 impl<B: Backend> Driver<B> {
@@ -147,7 +194,9 @@ impl<B: Backend> Driver<B> {
             pool: KvPool::new(pages),
             slots: (0..options.sequences).rev().collect(),
             sequences: options.sequences,
+            started: std::time::Instant::now(),
             record: None,
+            routing: None,
         })
     }
 
@@ -155,17 +204,7 @@ impl<B: Backend> Driver<B> {
     pub fn open(&mut self, stream: u64) -> Result<Sequence, EngineError> {
         let slot = self.slots.pop().ok_or(EngineError::OutOfSlots { slots: self.sequences })?;
         self.model.backend.reset(slot);
-        Ok(Sequence {
-            slot,
-            stream,
-            pages: Vec::new(),
-            ids: Vec::new(),
-            rope_delta: 0,
-            drafted: 0,
-            frontier: Vec::new(),
-            pending: Vec::new(),
-            pending_frontier: Vec::new(),
-        })
+        Ok(Sequence::new(slot, stream))
     }
 
     /// Gives a sequence's pages and slot back.
@@ -180,40 +219,19 @@ impl<B: Backend> Driver<B> {
     }
 
     /// Copies the state of a sequence between rounds.
-    pub fn snapshot(&mut self, s: &Sequence) -> Result<Snapshot<B>, EngineError> {
-        Ok(Snapshot {
-            state: self.model.backend.snapshot(s.slot)?,
-            ids: s.ids.clone(),
-            rope_delta: s.rope_delta,
-            drafted: s.drafted,
-            frontier: s.frontier.clone(),
-        })
+    pub fn snapshot(&mut self, s: &mut Sequence) -> Result<Snapshot<B>, EngineError> {
+        Ok(Snapshot { image: self.image(s)?, ids: s.ids.clone() })
     }
 
     /// Returns a sequence to a snapshot of its own past.
     pub fn restore(&mut self, s: &mut Sequence, to: &Snapshot<B>) -> Result<(), EngineError> {
-        self.model.backend.restore(s.slot, &to.state)?;
-        s.ids.clone_from(&to.ids);
-        s.rope_delta = to.rope_delta;
-        s.drafted = to.drafted;
-        s.frontier.clone_from(&to.frontier);
-        s.pending.clear();
-        s.pending_frontier.clear();
-        self.trim(s, s.ids.len());
-        Ok(())
+        s.trim(&mut self.pool, to.ids.len());
+        self.set_state(s, &to.ids, &to.image)
     }
 
-    fn trim(&mut self, s: &mut Sequence, tokens: usize) {
-        for page in s.pages.drain(tokens.div_ceil(PAGE_TOKENS).min(s.pages.len())..) {
-            self.pool.release(page);
-        }
-    }
-
-    fn reserve(&mut self, s: &mut Sequence, tokens: usize) -> Result<(), EngineError> {
-        while s.pages.len() * PAGE_TOKENS < tokens {
-            s.pages.push(self.pool.take()?);
-        }
-        Ok(())
+    pub(crate) fn reserve(&mut self, s: &mut Sequence, tokens: usize) -> Result<(), EngineError> {
+        let backend = &mut self.model.backend;
+        s.reserve(&mut self.pool, tokens, |from, to| backend.copy_page(from, to))
     }
 
     fn check_ids(&self, ids: &[u32]) -> Result<(), EngineError> {
@@ -256,16 +274,33 @@ impl<B: Backend> Driver<B> {
         let mut rows = std::mem::take(&mut s.pending_frontier);
         rows.truncate(n * width);
         self.accept(s, &kept, rows, CallKind::Decode)?;
-        self.trim(s, s.ids.len());
+        s.trim(&mut self.pool, s.ids.len());
         Ok(())
     }
 
     /// Runs one round over several sequences. Prefill columns are committed; decode columns wait for [`Driver::commit`].
+    /// One failed lane fails the call.
     pub fn run(
         &mut self,
         kind: CallKind,
         lanes: &mut [LaneInput<'_>],
     ) -> Result<Vec<LaneOutput>, EngineError> {
+        let mut out = Vec::with_capacity(lanes.len());
+        for (i, lane) in self.run_lanes(kind, lanes)?.into_iter().enumerate() {
+            out.push(lane.map_err(|cause| EngineError::Lane(format!("{i}: {cause}")))?);
+        }
+        Ok(out)
+    }
+
+    /// The same with an outcome for each lane. A failed lane's sequence must be closed, or restored.
+    ///
+    /// # Errors
+    /// The call itself failed: no lane can go on.
+    pub fn run_lanes(
+        &mut self,
+        kind: CallKind,
+        lanes: &mut [LaneInput<'_>],
+    ) -> Result<Vec<Result<LaneOutput, String>>, EngineError> {
         for l in lanes.iter_mut() {
             if l.ids.is_empty() {
                 return Err(EngineError::Request("a lane needs at least one token".into()));
@@ -288,8 +323,12 @@ impl<B: Backend> Driver<B> {
         for i in 0..self.model.layers.len() {
             let own = self.model.config.ple_table(i).map_or(&[][..], |t| &tickets[t][..]);
             let mut trace = Trace::default();
-            let wanted = self.record.is_some().then_some(&mut trace);
+            let wanted = (self.record.is_some() || self.routing.is_some()).then_some(&mut trace);
             self.model.layer(i, &rows, &mut residual, own, wanted);
+            if let Some(routing) = &mut self.routing {
+                let rows = trace.experts.iter().flatten();
+                routing.push(rows.map(|row| row.iter().map(|e| e.0).collect()).collect());
+            }
             if self.record.is_some() {
                 let residual = self.model.backend.read(&residual);
                 let ngram_rows = self.row_ids(i, lanes);
@@ -317,20 +356,22 @@ impl<B: Backend> Driver<B> {
         let logits = (!chosen.is_empty()).then(|| self.model.finish(&rows, &residual, &chosen).1);
         let frontier = self.model.draft.is_some().then(|| self.model.frontier(&rows, &residual));
         let outcome = self.model.backend.end_round();
-        if let Some((lane, cause)) = outcome.failed_lanes.first() {
-            for l in lanes.iter_mut() {
-                self.trim(l.sequence, l.sequence.ids.len());
-            }
-            return Err(EngineError::Lane(format!("{lane}: {cause}")));
-        }
         let logits = logits.map_or_else(Vec::new, |l| self.model.backend.read(&l));
         let frontier = frontier.map_or_else(Vec::new, |f| self.model.backend.read(&f));
         let (vocab, width) = (self.model.config.vocab as usize, self.model.frontier_width());
         let mut logits = logits.chunks_exact(vocab).map(<[f32]>::to_vec);
-        let out = counts.iter().map(|n| LaneOutput { logits: logits.by_ref().take(*n).collect() }).collect();
+        let mut out = Vec::with_capacity(lanes.len());
         let mut first = 0;
-        for l in lanes.iter_mut() {
+        for (i, l) in lanes.iter_mut().enumerate() {
             let end = first + l.ids.len();
+            let own_logits = logits.by_ref().take(counts[i]).collect();
+            if let Some((_, cause)) = outcome.failed_lanes.iter().find(|(lane, _)| *lane == i) {
+                l.sequence.trim(&mut self.pool, l.sequence.ids.len());
+                out.push(Err(cause.clone()));
+                first = end;
+                continue;
+            }
+            out.push(Ok(LaneOutput { logits: own_logits }));
             let own =
                 if frontier.is_empty() { Vec::new() } else { frontier[first * width..end * width].to_vec() };
             if kind == CallKind::Prefill {
@@ -357,116 +398,6 @@ impl<B: Backend> Driver<B> {
         let table = self.model.config.ple_table(layer)?;
         let ngram = self.ngram.as_ref()?;
         Some(lanes.iter().flat_map(|l| ngram.row_ids(table, &l.sequence.ids, l.ids)).collect())
-    }
-
-    /// Commits tokens whose target state is committed, and the drafter entries that have become determined.
-    fn accept(
-        &mut self,
-        s: &mut Sequence,
-        ids: &[u32],
-        frontier: Vec<f32>,
-        kind: CallKind,
-    ) -> Result<(), EngineError> {
-        if ids.is_empty() {
-            return Ok(());
-        }
-        if frontier.is_empty() {
-            s.ids.extend_from_slice(ids);
-            return Ok(());
-        }
-        // Entry t needs the token at t + 1: the last committed token's entry waits for the first new one.
-        let width = self.model.frontier_width();
-        let mut hidden = std::mem::take(&mut s.frontier);
-        let next: Vec<u32> = if hidden.is_empty() { ids[1..].to_vec() } else { ids.to_vec() };
-        hidden.extend_from_slice(&frontier);
-        s.frontier = hidden.split_off(hidden.len() - width);
-        s.ids.extend_from_slice(ids);
-        if next.is_empty() {
-            return Ok(());
-        }
-        let own = s.ids[s.drafted..s.drafted + next.len()].to_vec();
-        self.draft_round(s, kind, s.drafted, &own, &next, &hidden, false)?;
-        if kind == CallKind::Decode {
-            self.model.backend.commit(s.slot, Part::Drafter, next.len())?;
-        }
-        s.drafted += next.len();
-        Ok(())
-    }
-
-    /// Drafter columns from index `start`: hidden states of the last column, and its logits if asked for.
-    #[expect(clippy::too_many_arguments, reason = "the columns of a drafter round")]
-    fn draft_round(
-        &mut self,
-        s: &mut Sequence,
-        kind: CallKind,
-        start: usize,
-        ids: &[u32],
-        next: &[u32],
-        hidden: &[f32],
-        logits: bool,
-    ) -> Result<(Vec<f32>, Vec<f32>), EngineError> {
-        self.reserve(s, start + ids.len())?;
-        let meta = StepMeta { kind, part: Part::Drafter, lanes: vec![lane_meta(s, start, ids, next)] };
-        let rows: Vec<RowKey> = meta.keys();
-        let b = &mut self.model.backend;
-        b.begin_round(meta)?;
-        let x = b.write(ids.len(), self.model.config.residual_width() as usize, hidden);
-        let step = self.model.draft_step(&rows, &x, None);
-        let Some((hidden, head)) = step else {
-            self.model.backend.end_round();
-            return Err(EngineError::Unsupported("the model was loaded without its drafter".into()));
-        };
-        let last = ids.len() - 1;
-        let out = if logits {
-            let h = self.model.backend.take_rows(&head, &[last]);
-            Some(self.model.draft_logits(&rows[last..], &h))
-        } else {
-            None
-        };
-        let hidden = self.model.backend.take_rows(&hidden, &[last]);
-        let outcome = self.model.backend.end_round();
-        if let Some((_, cause)) = outcome.failed_lanes.first() {
-            return Err(EngineError::Lane(cause.clone()));
-        }
-        let hidden = self.model.backend.read(&hidden);
-        Ok((hidden, out.map_or_else(Vec::new, |l| self.model.backend.read(&l))))
-    }
-
-    /// Drafts up to `n` tokens after `next`, the token chosen to follow the committed ones: logits of each draft, the
-    /// chain continuing with `choose`'s pick. State is as before afterwards.
-    pub fn draft(
-        &mut self,
-        s: &mut Sequence,
-        next: u32,
-        n: usize,
-        mut choose: impl FnMut(&[f32]) -> u32,
-    ) -> Result<Vec<(u32, Vec<f32>)>, EngineError> {
-        self.check_ids(&[next])?;
-        if s.frontier.is_empty() {
-            return Err(EngineError::Unsupported(
-                "drafting needs a model with its drafter and a prompt".into(),
-            ));
-        }
-        let mut hidden = s.frontier.clone();
-        let (mut own, mut next) = (s.ids[s.ids.len() - 1], next);
-        let mut out = Vec::new();
-        for k in 0..n {
-            let step = self.draft_round(s, CallKind::Decode, s.drafted + k, &[own], &[next], &hidden, true);
-            let (h, logits) = match step {
-                Ok(done) => done,
-                Err(e) => {
-                    self.model.backend.commit(s.slot, Part::Drafter, 0)?;
-                    return Err(e);
-                }
-            };
-            let token = choose(&logits);
-            out.push((token, logits));
-            hidden = h;
-            (own, next) = (next, token);
-        }
-        self.model.backend.commit(s.slot, Part::Drafter, 0)?;
-        self.trim(s, s.ids.len());
-        Ok(out)
     }
 
     /// Greedy continuation by plain decoding: `n` tokens after the prompt's logits.

@@ -35,6 +35,9 @@ pub enum EngineError {
     /// A lane failed in a round; its state is that of the last snapshot.
     #[error("lane failed: {0}")]
     Lane(String),
+    /// The backend can compute nothing any more; the process should be restarted.
+    #[error("the backend is unusable: {0}")]
+    Poisoned(String),
     /// No KV page is free.
     #[error("no free KV page of {pages}; release a sequence or allow more context")]
     OutOfPages {

@@ -9,6 +9,8 @@ pub mod ngram;
 pub mod numerics;
 pub mod sample;
 pub mod sched;
+pub mod sim;
+pub mod spec;
 pub mod state;
 pub mod synthetic;
 

@@ -38,7 +38,9 @@ impl Model {
         match self {
             Model::Plain(source, table) => {
                 let drafter = source.has_component(Component::Mtp);
-                let model = load(backend, &**source, LoadOptions { drafter, activations }).unwrap();
+                let model =
+                    load(backend, &**source, LoadOptions { drafter, activations, ..LoadOptions::default() })
+                        .unwrap();
                 let ngram = table.as_ref().map(|t| {
                     let ple = model.config.ple.clone().unwrap();
                     let o = NgramOptions { threads: 0, cache_bytes: 0 };
@@ -50,7 +52,9 @@ impl Model {
             Model::Artifact(a) => {
                 let source = ArtifactSource::new(a.clone()).unwrap();
                 let drafter = source.has_component(Component::Mtp);
-                let model = load(backend, &source, LoadOptions { drafter, activations }).unwrap();
+                let model =
+                    load(backend, &source, LoadOptions { drafter, activations, ..LoadOptions::default() })
+                        .unwrap();
                 let ngram = open_ngram(a, None, NgramOptions { threads: 2, cache_bytes: 1 << 20 }).unwrap();
                 Driver::new(model, ngram.map(|n| n.0), options).unwrap()
             }

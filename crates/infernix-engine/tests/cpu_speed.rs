@@ -7,7 +7,7 @@ mod common;
 
 use common::*;
 use infernix_engine::backend::cpu::{CpuBackend, CpuOptions, pool::Pool};
-use infernix_engine::backend::{ActivationPolicy, WeightData, WeightPart};
+use infernix_engine::backend::{WeightData, WeightPart};
 use infernix_engine::driver::{Driver, DriverOptions, Want};
 use infernix_engine::model::{LoadOptions, MemorySource, load};
 use infernix_engine::ngram::{Ngram, NgramOptions};
@@ -81,7 +81,7 @@ fn synthetic(config: &serde_json::Value, format: Format) -> (MemorySource, usize
 
 fn driver(source: &MemorySource, table: Option<infernix_engine::ngram::MemoryRows>) -> Driver<CpuBackend> {
     let backend = CpuBackend::new(CpuOptions { threads: threads(), ..CpuOptions::default() });
-    let options = LoadOptions { drafter: false, activations: ActivationPolicy::Artifact };
+    let options = LoadOptions::default();
     let model = load(backend, source, options).unwrap();
     let ngram = table.map(|t| {
         let ple = model.config.ple.clone().unwrap();

@@ -175,7 +175,7 @@ fn a_restored_snapshot_continues_as_if_nothing_had_happened() {
         for (seed, cut) in [(1u64, 1usize), (2, 63), (3, 64), (4, 101), (5, 169)] {
             let mut s = d.open(0).unwrap();
             pieces(&mut d, &mut s, &case, &ids[..cut], seed);
-            let snapshot = d.snapshot(&s).unwrap();
+            let snapshot = d.snapshot(&mut s).unwrap();
             // Another future, over page and block borders, also through drafts.
             let other = case.ids(90, seed + 100);
             let continued = d.prefill(&mut s, &other, Want::None);

@@ -126,7 +126,7 @@ fn a_table_read_error_fails_the_round_and_the_next_one_works() {
     let ids: Vec<u32> = (0..40).map(|i| i * 37 % 4000).collect();
     let mut s = d.open(0).unwrap();
     d.prefill(&mut s, &ids[..20], Want::None).unwrap();
-    let snapshot = d.snapshot(&s).unwrap();
+    let snapshot = d.snapshot(&mut s).unwrap();
     left.store(3, Ordering::Relaxed);
     let message = d.prefill(&mut s, &ids[20..], Want::Last).unwrap_err().to_string();
     assert!(message.contains("injected read error"), "{message}");

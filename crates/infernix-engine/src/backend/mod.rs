@@ -176,6 +176,38 @@ pub trait Backend: Sized {
     /// Copies one KV page (all layers) onto another.
     fn copy_page(&mut self, from: u32, to: u32);
 
+    // ---- state outside the backend (prefix-cache tiers, paused requests) --------------------------------------
+
+    /// Bytes a snapshot occupies.
+    fn snapshot_bytes(&self, _snapshot: &Self::Snapshot) -> u64 {
+        0
+    }
+
+    /// A snapshot as bytes, from which [`Backend::load_snapshot`] makes an equal one.
+    fn save_snapshot(&mut self, _snapshot: &Self::Snapshot) -> Result<Vec<u8>, EngineError> {
+        Err(EngineError::Unsupported(format!("{} keeps no state outside its memory", self.name())))
+    }
+
+    /// A snapshot from its bytes; refuses bytes of another model or layout.
+    fn load_snapshot(&mut self, _bytes: &[u8]) -> Result<Self::Snapshot, EngineError> {
+        Err(EngineError::Unsupported(format!("{} keeps no state outside its memory", self.name())))
+    }
+
+    /// Bytes of one KV page over all layers.
+    fn page_bytes(&self) -> u64 {
+        0
+    }
+
+    /// The stored words of a KV page, all layers.
+    fn save_page(&mut self, _page: u32) -> Result<Vec<u8>, EngineError> {
+        Err(EngineError::Unsupported(format!("{} keeps no state outside its memory", self.name())))
+    }
+
+    /// Overwrites a KV page with saved words.
+    fn load_page(&mut self, _page: u32, _bytes: &[u8]) -> Result<(), EngineError> {
+        Err(EngineError::Unsupported(format!("{} keeps no state outside its memory", self.name())))
+    }
+
     // ---- rounds --------------------------------------------------------------------------------------------
 
     /// Starts a round over the rows of `meta`. Prefill rounds advance committed state as they run; decode rounds

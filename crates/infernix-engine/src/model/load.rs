@@ -1,7 +1,7 @@
 //! Binding weights to a graph.
 
 use super::source::{Binder, WeightSource};
-use super::{Draft, DraftInput, End, FeedForward, Layer, Mixer, Model, Skeleton};
+use super::{Draft, DraftInput, End, FeedForward, Layer, Mixer, Model, Proposal, Skeleton};
 use crate::backend::{
     Activation, ActivationPolicy, AttentionWeights, Backend, ExpertData, ExpertSpec, GateKind, GdnDims,
     GdnWeights, HyperWeights, IndexDims, IndexerWeights, MlpWeights, MoeWeights, Part, PleWeights, RopeTable,
@@ -20,6 +20,8 @@ use std::sync::Arc;
 pub struct LoadOptions {
     /// Load the drafter too, if the source has one.
     pub drafter: bool,
+    /// Load the proposal head with the drafter; the source must have one.
+    pub proposal_head: bool,
     /// Activation widths.
     pub activations: ActivationPolicy,
 }
@@ -54,11 +56,12 @@ pub fn load<B: Backend>(
     let end = l.end("text")?;
     let head = l.matrix("text/head", &[v, h], Use::Linear)?;
     let draft = if drafter { Some(l.draft()?) } else { None };
+    let proposal = if drafter && options.proposal_head { Some(l.proposal()?) } else { None };
     let components: &[Component] =
         if drafter { &[Component::Text, Component::Mtp] } else { &[Component::Text] };
     l.bind.check(components)?;
     let backend = l.backend;
-    Ok(Model { backend, config, embed, head, layers, end, draft, layout })
+    Ok(Model { backend, config, embed, head, layers, end, draft, proposal, layout })
 }
 
 fn has_nvfp4_experts(source: &dyn WeightSource) -> bool {
@@ -381,6 +384,32 @@ impl<B: Backend> Loader<'_, B> {
         } else {
             Ok(End::Norm(self.vector(format!("{component}/norm"), self.hidden())?))
         }
+    }
+
+    fn proposal(&mut self) -> Result<Proposal<B>, EngineError> {
+        let ids = "proposal/token_ids";
+        if !self.bind.source().contains(ids) {
+            return Err(EngineError::Unsupported(
+                "the artifact has no proposal head; convert with --proposal-head, or leave out --lm-head-draft".into(),
+            ));
+        }
+        let data = self.bind.source().weight(ids)?;
+        self.bind.note(ids);
+        let bad = |what: String| EngineError::Weight { name: ids.to_owned(), what };
+        let part = match &data.parts[..] {
+            [part] if part.format == Format::Int32 => part,
+            _ => return Err(bad("must be one int32 object".into())),
+        };
+        let ids: Vec<u32> = (*part.bytes)
+            .as_ref()
+            .chunks_exact(4)
+            .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            .collect();
+        if let Some(id) = ids.iter().find(|id| u64::from(**id) >= self.c.vocab) {
+            return Err(bad(format!("token {id} is beyond the vocabulary of {}", self.c.vocab)));
+        }
+        let head = self.matrix("proposal/head", &[ids.len(), self.hidden()], Use::Linear)?;
+        Ok(Proposal { head, ids: Arc::new(ids) })
     }
 
     fn draft(&mut self) -> Result<Draft<B>, EngineError> {

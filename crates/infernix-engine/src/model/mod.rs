@@ -20,6 +20,7 @@ use crate::backend::{
 use crate::ngram::NgramTicket;
 use crate::state::StateLayout;
 use infernix_model::ModelConfig;
+use std::sync::Arc;
 
 /// The token mixer of a layer.
 pub enum Mixer<B: Backend> {
@@ -104,6 +105,14 @@ pub struct Draft<B: Backend> {
     pub end: End<B>,
 }
 
+/// Output rows of the most frequent tokens, for drafts only.
+pub struct Proposal<B: Backend> {
+    /// `[rows, H]`.
+    pub head: B::Weight,
+    /// Token of each row.
+    pub ids: Arc<Vec<u32>>,
+}
+
 /// A loaded model.
 pub struct Model<B: Backend> {
     /// Arithmetic and state.
@@ -120,6 +129,8 @@ pub struct Model<B: Backend> {
     pub end: End<B>,
     /// Drafter, if it was asked for.
     pub draft: Option<Draft<B>>,
+    /// Proposal head, if it was asked for.
+    pub proposal: Option<Proposal<B>>,
     /// State of its layers; pages, slots and KV format are the driver's to fill in.
     pub layout: StateLayout,
 }
@@ -217,10 +228,11 @@ impl<B: Backend> Model<B> {
         })
     }
 
-    /// FP32 logits of drafter rows.
+    /// FP32 logits of drafter rows: of the vocabulary, or of the proposal head's rows where there is one.
     pub fn draft_logits(&mut self, rows: &[RowKey], head_input: &B::Buf) -> B::Buf {
         let at = At { site: Site { layer: Site::DRAFTER, op: Op::Head }, rows };
-        self.backend.linear(head_input, &self.head, Boundary::F32, at)
+        let head = self.proposal.as_ref().map_or(&self.head, |p| &p.head);
+        self.backend.linear(head_input, head, Boundary::F32, at)
     }
 }
 

@@ -90,6 +90,11 @@ impl Sampler {
         &self.options
     }
 
+    /// Ids below this have a token.
+    pub fn addressable(&self) -> usize {
+        self.addressable
+    }
+
     /// Counts a token of the output.
     pub fn accept(&mut self, id: u32) {
         self.seen.entry(id).or_default().0 += 1;
@@ -100,13 +105,21 @@ impl Sampler {
     /// # Errors
     /// [`NoToken`] where nothing can be chosen.
     pub fn sample(&self, logits: &[f32], mask: Option<&[u32]>, position: u64) -> Result<Choice, NoToken> {
-        let adjusted = self.adjusted(logits, mask);
-        let id = if self.options.temperature > 0.0 {
-            self.draw(&adjusted, uniform(self.options.seed, position, Purpose::Token))?
-        } else {
-            greedy(&adjusted)?
-        };
+        let id = self.choose(logits, mask, position)?;
         Ok(Choice { id, logprob: logprob(&logits[..self.addressable.min(logits.len())], id) })
+    }
+
+    /// The id that [`Sampler::sample`] chooses, without its probability.
+    ///
+    /// # Errors
+    /// [`NoToken`] where nothing can be chosen.
+    pub fn choose(&self, logits: &[f32], mask: Option<&[u32]>, position: u64) -> Result<u32, NoToken> {
+        let adjusted = self.adjusted(logits, mask);
+        if self.options.temperature > 0.0 {
+            self.draw(&adjusted, uniform(self.options.seed, position, Purpose::Token))
+        } else {
+            greedy(&adjusted)
+        }
     }
 
     /// The distribution that [`Sampler::sample`] draws from: (id, probability) by falling probability. Greedy gives one

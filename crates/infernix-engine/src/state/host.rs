@@ -258,6 +258,18 @@ impl HostState {
         }
     }
 
+    /// One layer's words of a page.
+    pub(super) fn page(&self, id: StateId, page: u32) -> &[u8] {
+        let bytes = self.head_bytes(id) * self.layout.attention[id].kv_heads;
+        &self.kv[id][page as usize * bytes..][..bytes]
+    }
+
+    /// The same, to be overwritten.
+    pub(super) fn page_mut(&mut self, id: StateId, page: u32) -> &mut [u8] {
+        let bytes = self.head_bytes(id) * self.layout.attention[id].kv_heads;
+        &mut self.kv[id][page as usize * bytes..][..bytes]
+    }
+
     /// Copies a page in every layer.
     pub fn copy_page(&mut self, from: u32, to: u32) {
         for id in 0..self.kv.len() {

@@ -5,6 +5,7 @@
 
 mod codec;
 mod host;
+mod image;
 mod pool;
 mod slot;
 

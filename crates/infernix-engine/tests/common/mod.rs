@@ -118,10 +118,8 @@ pub(crate) fn lossless(
     options: LosslessOptions,
     driver: DriverOptions,
 ) -> Driver<Lossless> {
-    let load_options = LoadOptions {
-        drafter: source.has_component(Component::Mtp),
-        activations: ActivationPolicy::Artifact,
-    };
+    let load_options =
+        LoadOptions { drafter: source.has_component(Component::Mtp), ..LoadOptions::default() };
     let model = load(Lossless::new(options), source, load_options).unwrap();
     let ngram = table.map(|t| {
         let ple = model.config.ple.clone().unwrap();
@@ -157,7 +155,8 @@ pub(crate) fn artifact_driver(
     driver: DriverOptions,
 ) -> Driver<Lossless> {
     let source = ArtifactSource::new(artifact.clone()).unwrap();
-    let load_options = LoadOptions { drafter: source.has_component(Component::Mtp), activations };
+    let load_options =
+        LoadOptions { drafter: source.has_component(Component::Mtp), activations, ..LoadOptions::default() };
     let model = load(Lossless::new(options), &source, load_options).unwrap();
     let ngram = open_ngram(artifact, None, NgramOptions { threads: 2, cache_bytes: 1 << 20 }).unwrap();
     Driver::new(model, ngram.map(|n| n.0), driver).unwrap()

@@ -251,7 +251,7 @@ mod tests {
     fn repetitions_start_from_the_same_depth_and_interruption_stops_them() {
         let geometry = Geometry::find("qwen3_5_test").unwrap();
         let source = build(&geometry, Format::Q4G64, 3).unwrap();
-        let options = LoadOptions { drafter: false, activations: ActivationPolicy::A16 };
+        let options = LoadOptions { activations: ActivationPolicy::A16, ..LoadOptions::default() };
         let model = load(CpuBackend::new(CpuOptions::default()), &source, options).unwrap();
         let options = DriverOptions { tokens: 64, ..DriverOptions::default() };
         let mut driver = Driver::new(model, None, options).unwrap();

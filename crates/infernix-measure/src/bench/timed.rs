@@ -138,6 +138,30 @@ impl<B: Backend> Backend for Timed<B> {
         self.inner.copy_page(from, to);
     }
 
+    fn snapshot_bytes(&self, snapshot: &Self::Snapshot) -> u64 {
+        self.inner.snapshot_bytes(snapshot)
+    }
+
+    fn save_snapshot(&mut self, snapshot: &Self::Snapshot) -> Result<Vec<u8>, EngineError> {
+        self.inner.save_snapshot(snapshot)
+    }
+
+    fn load_snapshot(&mut self, bytes: &[u8]) -> Result<Self::Snapshot, EngineError> {
+        self.inner.load_snapshot(bytes)
+    }
+
+    fn page_bytes(&self) -> u64 {
+        self.inner.page_bytes()
+    }
+
+    fn save_page(&mut self, page: u32) -> Result<Vec<u8>, EngineError> {
+        self.inner.save_page(page)
+    }
+
+    fn load_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), EngineError> {
+        self.inner.load_page(page, bytes)
+    }
+
     fn begin_round(&mut self, meta: StepMeta) -> Result<(), EngineError> {
         self.note("round begin", 0, 0, |b| b.begin_round(meta))
     }

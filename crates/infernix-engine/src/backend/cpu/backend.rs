@@ -290,6 +290,30 @@ impl Backend for CpuBackend {
         self.state_mut().copy_page(from, to);
     }
 
+    fn snapshot_bytes(&self, snapshot: &SlotSnapshot) -> u64 {
+        snapshot.bytes()
+    }
+
+    fn save_snapshot(&mut self, snapshot: &SlotSnapshot) -> Result<Vec<u8>, EngineError> {
+        Ok(snapshot.to_bytes())
+    }
+
+    fn load_snapshot(&mut self, bytes: &[u8]) -> Result<SlotSnapshot, EngineError> {
+        SlotSnapshot::from_bytes(self.state().layout(), bytes)
+    }
+
+    fn page_bytes(&self) -> u64 {
+        self.state().page_bytes()
+    }
+
+    fn save_page(&mut self, page: u32) -> Result<Vec<u8>, EngineError> {
+        Ok(self.state().save_page(page))
+    }
+
+    fn load_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), EngineError> {
+        self.state_mut().load_page(page, bytes)
+    }
+
     fn begin_round(&mut self, meta: StepMeta) -> Result<(), EngineError> {
         self.angles.clear();
         self.prefilling = meta.kind == CallKind::Prefill;
