@@ -56,6 +56,8 @@ pub(crate) enum Command {
     Logits(LogitsArgs),
     /// Measure prompt and generation throughput in process
     Bench(BenchArgs),
+    /// Predict hit rates and speeds of a machine from recorded or made-up traffic
+    Plan(PlanArgs),
     /// Convert and verify the bundled model, then let it answer a prompt
     Demo(DemoArgs),
     /// Report what this machine can run
@@ -307,11 +309,93 @@ pub(crate) struct RunArgs {
     pub(crate) stop: Vec<String>,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) spec: SpecArgs,
+    #[command(flatten)]
+    pub(crate) sched: SchedArgs,
     /// Print token ids instead of text
     #[arg(long)]
     pub(crate) print_token_ids: bool,
     #[command(flatten)]
     pub(crate) json: JsonArgs,
+}
+
+/// Drafting. No choice here changes any text.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Speculation")]
+pub(crate) struct SpecArgs {
+    /// Who drafts
+    #[arg(long, value_enum, default_value_t = Spec::Auto)]
+    pub(crate) spec: Spec,
+    /// Longest draft of the model's drafter, 0 to 7; auto chooses it by measured gain
+    #[arg(long, value_name = "N|auto", default_value = "auto", value_parser = auto_number)]
+    pub(crate) draft_tokens: AutoNumber,
+    /// Draft with the proposal head, the output rows of the most frequent tokens
+    #[arg(long)]
+    pub(crate) lm_head_draft: bool,
+    /// Longest draft copied from earlier text, 0 to 31; auto chooses it by measured gain
+    #[arg(long, value_name = "N|auto", default_value = "auto", value_parser = auto_number)]
+    pub(crate) ngram_draft_tokens: AutoNumber,
+    /// Tokens that must agree before a copy is tried
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u32).range(2..=64))]
+    pub(crate) ngram_min_match: u32,
+}
+
+/// A number, or `auto`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct AutoNumber(pub(crate) Option<usize>);
+
+fn auto_number(text: &str) -> Result<AutoNumber, String> {
+    match text {
+        "auto" => Ok(AutoNumber(None)),
+        n => n.parse().map(|n| AutoNumber(Some(n))).map_err(|_| "expected a number or auto".to_owned()),
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Spec {
+    /// The model's drafter where it has one, and copies from earlier text
+    Auto,
+    /// Nobody: plain decoding
+    Off,
+    /// The model's own drafter only
+    Mtp,
+}
+
+/// Lanes, queue and prefix cache.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Scheduling")]
+pub(crate) struct SchedArgs {
+    /// Requests that run at once
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub(crate) max_concurrency: u32,
+    /// Requests that may wait beyond those
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub(crate) max_pending_requests: usize,
+    /// Longest wait for a lane
+    #[arg(long, value_name = "MS", default_value_t = 30_000)]
+    pub(crate) pending_timeout_ms: u64,
+    /// Prompt tokens of one model call: what a decoding request waits for at most between two rounds
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) prefill_chunk: u32,
+    /// Read every prompt from its start
+    #[arg(long)]
+    pub(crate) no_prefix_cache: bool,
+    /// State snapshots in the backend's memory
+    #[arg(long, value_name = "MIB", default_value_t = 1024)]
+    pub(crate) prefix_cache_device_mib: u64,
+    /// Cached prefixes in RAM
+    #[arg(long, value_name = "MIB", default_value_t = 8192)]
+    pub(crate) prefix_cache_mib: u64,
+    /// Keep cached prefixes in this file over a restart
+    #[arg(long, value_name = "FILE")]
+    pub(crate) prefix_cache_file: Option<PathBuf>,
+    /// Largest size of that file
+    #[arg(long, value_name = "MIB", default_value_t = 8192)]
+    pub(crate) prefix_cache_file_mib: u64,
+    /// Record requests, routing and cache events as ids, for `infernix plan`
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record_trace: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -435,6 +519,59 @@ pub(crate) enum BenchOutput {
     Json,
     /// One JSON object a line
     Jsonl,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Traffic recorded with --record-trace [default: made-up conversations of agents]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
+    /// Made-up conversations
+    #[arg(long, value_name = "N", default_value_t = 40, conflicts_with = "trace")]
+    pub(crate) sessions: usize,
+    /// Turns of each
+    #[arg(long, value_name = "N", default_value_t = 30, conflicts_with = "trace")]
+    pub(crate) turns: usize,
+    /// Tokens at which a made-up conversation is compacted
+    #[arg(long, value_name = "N", default_value_t = 60_000, conflicts_with = "trace")]
+    pub(crate) context: usize,
+    /// Seed of made-up traffic
+    #[arg(long, value_name = "N", default_value_t = 42)]
+    pub(crate) seed: u64,
+    /// Device memory; several values are compared
+    #[arg(long, value_name = "MIB", value_delimiter = ',', default_value = "32768")]
+    pub(crate) vram_mib: Vec<u64>,
+    /// Host memory for experts and cached prefixes; several values are compared
+    #[arg(long, value_name = "MIB", value_delimiter = ',', default_value = "73728")]
+    pub(crate) ram_mib: Vec<u64>,
+    /// Link between them, GB/s
+    #[arg(long, value_name = "GBPS", default_value_t = 50.0)]
+    pub(crate) link: f64,
+    /// Device memory bandwidth, GB/s
+    #[arg(long, value_name = "GBPS", default_value_t = 1600.0)]
+    pub(crate) bandwidth: f64,
+    /// Hand-off between layers, microseconds
+    #[arg(long, value_name = "US", default_value_t = 20.0)]
+    pub(crate) handoff: f64,
+    /// Prompt tokens a second
+    #[arg(long, value_name = "RATE", default_value_t = 3000.0)]
+    pub(crate) prefill_rate: f64,
+    /// Prompt tokens of one model call
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    pub(crate) prefill_chunk: usize,
+    /// Requests that run at once
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub(crate) max_concurrency: u32,
+    /// Tokens of keys and values on the device
+    #[arg(long, value_name = "N", default_value_t = 131_072)]
+    pub(crate) kv_capacity: usize,
+    /// State snapshots on the device
+    #[arg(long, value_name = "MIB", default_value_t = 1024)]
+    pub(crate) prefix_cache_device_mib: u64,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
 }
 
 #[derive(Debug, Args)]

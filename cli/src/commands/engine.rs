@@ -2,63 +2,163 @@
 
 use super::model::{BackendKind, OpenModel};
 use crate::Outcome;
+use crate::args::{AutoNumber, SchedArgs, Spec, SpecArgs};
+use crate::output::usage;
+use infernix_artifact::Artifact;
+use infernix_engine::EngineError;
 use infernix_engine::backend::Backend;
 use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
 use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
 use infernix_engine::driver::{Driver, DriverOptions};
 use infernix_engine::model::{ArtifactSource, LoadOptions, load};
 use infernix_engine::ngram::{NgramOptions, open_ngram};
+use infernix_engine::sched::{CacheOptions, Engine, EngineOptions, SpecMode, SpecOptions};
+use infernix_engine::state::KvFormat;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Work that runs on any backend.
 pub(crate) trait Task {
     fn run<B: Backend>(self, driver: &mut Driver<B>) -> anyhow::Result<Outcome>;
 }
 
-/// Loads the model with room for `tokens` tokens and runs the task.
-pub(crate) fn with_driver(open: &OpenModel, tokens: usize, task: impl Task) -> anyhow::Result<Outcome> {
-    with_driver_fp32(open, tokens, false, task)
-}
-
-/// The same, with FP32 values between operations if `fp32` (lossless only).
+/// Loads the model with room for `tokens` tokens and runs the task; with FP32 values between operations if `fp32`
+/// (lossless only).
 pub(crate) fn with_driver_fp32(
     open: &OpenModel,
     tokens: usize,
     fp32: bool,
     task: impl Task,
 ) -> anyhow::Result<Outcome> {
+    let loading = Loading { tokens, ..Loading::new(open) };
     match open.backend {
         BackendKind::Lossless => {
             let options = LosslessOptions { fp32, ..LosslessOptions::default() };
-            start(Lossless::new(options), open, tokens, task)
+            task.run(&mut loading.driver(Lossless::new(options))?)
         }
-        BackendKind::Cpu => {
-            let options = CpuOptions {
-                threads: open.threads,
-                threads_batch: open.threads_batch,
-                ..CpuOptions::default()
-            };
-            start(CpuBackend::new(options), open, tokens, task)
-        }
+        BackendKind::Cpu => task.run(&mut loading.driver(loading.cpu())?),
     }
 }
 
-fn start<B: Backend>(
-    backend: B,
-    open: &OpenModel,
+/// What a driver is made of; goes to the thread that the driver will live on.
+struct Loading {
+    artifact: Arc<Artifact>,
+    ngram: Option<PathBuf>,
+    cpu: CpuOptions,
+    load: LoadOptions,
+    kv: KvFormat,
     tokens: usize,
-    task: impl Task,
-) -> anyhow::Result<Outcome> {
-    let source = ArtifactSource::new(Arc::clone(&open.artifact))?;
-    let model =
-        load(backend, &source, LoadOptions { activations: open.activations, ..LoadOptions::default() })?;
-    let ngram = open_ngram(&open.artifact, open.ngram.as_deref(), NgramOptions::default())?.map(
-        |(ngram, warnings)| {
+    sequences: usize,
+}
+
+impl Loading {
+    fn new(open: &OpenModel) -> Self {
+        Loading {
+            artifact: Arc::clone(&open.artifact),
+            ngram: open.ngram.clone(),
+            cpu: CpuOptions {
+                threads: open.threads,
+                threads_batch: open.threads_batch,
+                ..CpuOptions::default()
+            },
+            load: LoadOptions { activations: open.activations, ..LoadOptions::default() },
+            kv: open.kv,
+            tokens: 0,
+            sequences: 1,
+        }
+    }
+
+    fn cpu(&self) -> CpuBackend {
+        CpuBackend::new(self.cpu)
+    }
+
+    fn driver<B: Backend>(&self, backend: B) -> Result<Driver<B>, EngineError> {
+        let source = ArtifactSource::new(Arc::clone(&self.artifact))?;
+        let model = load(backend, &source, self.load)?;
+        let found = open_ngram(&self.artifact, self.ngram.as_deref(), NgramOptions::default())?;
+        let ngram = found.map(|(ngram, warnings)| {
             warnings.iter().for_each(|w| crate::output::warn(w));
             ngram
-        },
+        });
+        let options = DriverOptions { tokens: self.tokens, sequences: self.sequences, kv: self.kv };
+        Driver::new(model, ngram, options)
+    }
+}
+
+/// Starts the engine with KV for `tokens` tokens.
+pub(crate) fn start_engine(
+    open: &OpenModel,
+    tokens: usize,
+    options: EngineOptions,
+) -> anyhow::Result<Engine> {
+    let spec = options.spec;
+    let has_drafter = open.artifact.directory().components.contains_key("mtp");
+    if spec.mode == SpecMode::Mtp && !has_drafter {
+        return Err(usage("--spec mtp: the artifact has no drafter"));
+    }
+    let mut loading = Loading { tokens, sequences: options.max_concurrency, ..Loading::new(open) };
+    loading.load.drafter = spec.mode != SpecMode::Off && spec.draft_tokens != Some(0);
+    loading.load.proposal_head = spec.proposal_head;
+    let engine = match open.backend {
+        BackendKind::Lossless => {
+            Engine::start(options, move || loading.driver(Lossless::new(LosslessOptions::default())))?
+        }
+        BackendKind::Cpu => Engine::start(options, move || loading.driver(loading.cpu()))?,
+    };
+    engine.warnings().iter().for_each(|w| crate::output::warn(w));
+    Ok(engine)
+}
+
+/// Settings of the engine for a model whose requests may have `context` tokens.
+pub(crate) fn engine_options(
+    sched: &SchedArgs,
+    spec: &SpecArgs,
+    open: &OpenModel,
+    context: usize,
+) -> anyhow::Result<EngineOptions> {
+    let within = |flag: &str, n: AutoNumber, most: usize| match n.0 {
+        Some(n) if n > most => Err(usage(format!("--{flag} must lie in 0..={most}"))),
+        n => Ok(n),
+    };
+    let mode = match spec.spec {
+        Spec::Auto => SpecMode::Auto,
+        Spec::Off => SpecMode::Off,
+        Spec::Mtp => SpecMode::Mtp,
+    };
+    let mib = |n: u64| n.saturating_mul(1 << 20);
+    // Everything that decides what a state means: another value makes cached states useless.
+    let identity = format!(
+        "{} {:?} {:?} {:?} {}",
+        open.artifact.artifact_id(),
+        open.backend,
+        open.kv,
+        open.activations,
+        mode != SpecMode::Off && spec.draft_tokens.0 != Some(0)
     );
-    let options = DriverOptions { tokens, kv: open.kv, ..DriverOptions::default() };
-    let mut driver = Driver::new(model, ngram, options)?;
-    task.run(&mut driver)
+    Ok(EngineOptions {
+        max_concurrency: sched.max_concurrency as usize,
+        max_pending_requests: sched.max_pending_requests,
+        pending_timeout: Duration::from_millis(sched.pending_timeout_ms),
+        prefill_chunk: sched.prefill_chunk as usize,
+        max_context: context,
+        addressable: open.chat_format()?.tokenizer().addressable() as usize,
+        cache: CacheOptions {
+            enabled: !sched.no_prefix_cache,
+            device_bytes: mib(sched.prefix_cache_device_mib),
+            host_bytes: mib(sched.prefix_cache_mib),
+            file: sched.prefix_cache_file.clone(),
+            file_bytes: mib(sched.prefix_cache_file_mib),
+            identity,
+            ..CacheOptions::default()
+        },
+        spec: SpecOptions {
+            mode,
+            draft_tokens: within("draft-tokens", spec.draft_tokens, 7)?,
+            proposal_head: spec.lm_head_draft,
+            ngram_tokens: within("ngram-draft-tokens", spec.ngram_draft_tokens, 31)?,
+            ngram_min_match: spec.ngram_min_match as usize,
+        },
+        record_trace: sched.record_trace.clone(),
+    })
 }

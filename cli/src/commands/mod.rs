@@ -13,6 +13,7 @@ mod generate;
 mod inspect;
 mod logits;
 mod model;
+mod plan;
 mod recipes;
 mod run;
 mod verify;
@@ -30,6 +31,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
         Command::Run(args) => run::run(&args, progress),
         Command::Bench(args) => bench::run(&args, progress),
         Command::Logits(args) => logits::run(&args, progress),
+        Command::Plan(args) => plan::run(&args, progress),
         Command::Demo(args) => demo::run(&args, progress),
         Command::Doctor(args) => doctor::run(&args),
         Command::Gen(args) => generate::run(&args),

@@ -1,15 +1,16 @@
 //! `infernix run`: answers a prompt, or holds a conversation on a terminal.
 
 use super::convert::with_version;
-use super::engine::{Task, with_driver};
+use super::engine::{engine_options, start_engine};
 use super::model::OpenModel;
 use crate::args::{ProgressMode, RunArgs, SamplingArgs};
 use crate::output::{self, usage};
 use crate::{INTERRUPTED, Outcome};
 use anyhow::{Context as _, bail};
-use infernix_engine::backend::Backend;
-use infernix_engine::driver::{Driver, Sequence, Want};
-use infernix_engine::sample::{Sampler, SamplerOptions};
+use infernix_engine::sample::SamplerOptions;
+use infernix_engine::sched::{
+    CacheHints, Drain, Engine, EngineApi as _, Event as EngineEvent, Finish, Request, Usage,
+};
 use infernix_text::{
     ChatFormat, ChatOptions, Detokenizer, Event, Message, OutputOptions, OutputParser, ParsedCall, Prompt,
     Role, Sampling, Start, Tool, ToolSet,
@@ -18,16 +19,22 @@ use serde_json::{Value, json};
 use std::io::{self, IsTerminal as _, Read as _, Write as _};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
-
-/// Tokens per prefill call: large enough for full matrix speed, small enough that Ctrl-C is answered soon.
-const PREFILL_CHUNK: usize = 512;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 pub(crate) fn run(args: &RunArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     let open = OpenModel::new(&args.model, progress)?;
     let format = open.chat_format()?;
     let limit = context_limit(&open)?;
-    with_driver(&open, limit, RunTask { args, format, limit })
+    let options = engine_options(&args.sched, &args.spec, &open, limit)?;
+    let mut chat = Chat::new(args, &format, limit)?;
+    let first = first_turn(args)?;
+    let engine = start_engine(&open, limit, options)?;
+    chat.engine = Some(engine.clone());
+    let outcome = chat.hold(first);
+    // Also after a failure: the cache is saved, a trace is complete.
+    engine.shutdown(Drain::Now);
+    outcome
 }
 
 /// Tokens that prompt and answer may have together: the model's own limit.
@@ -35,36 +42,6 @@ fn context_limit(open: &OpenModel) -> anyhow::Result<usize> {
     let text = open.artifact.directory().components.get("text");
     let positions = text.and_then(|t| t.config.get("max_position_embeddings")).and_then(Value::as_u64);
     Ok(positions.context("the artifact states no max_position_embeddings")? as usize)
-}
-
-struct RunTask<'a> {
-    args: &'a RunArgs,
-    format: ChatFormat,
-    limit: usize,
-}
-
-impl Task for RunTask<'_> {
-    fn run<B: Backend>(self, driver: &mut Driver<B>) -> anyhow::Result<Outcome> {
-        let args = self.args;
-        let mut chat = Chat::new(args, &self.format, self.limit)?;
-        let Some(first) = first_turn(args)? else { return chat.talk(driver) };
-        let prompt = match first {
-            Turn::Raw(text) => {
-                let ids = self.format.tokenizer().encode(&text)?;
-                Prompt { text, ids, start: Start::Content, opener: String::new() }
-            }
-            Turn::Messages(messages, tools) => {
-                chat.tools = tools;
-                chat.messages = messages;
-                self.format.prompt(&chat.messages, &chat.tools, &chat.options)?
-            }
-        };
-        let answer = chat.answer(driver, &prompt)?;
-        if args.json.json {
-            output::print_json(&with_version(answer.to_json(&prompt, chat.sampling.seed)))?;
-        }
-        Ok(Outcome::Done)
-    }
 }
 
 enum Turn {
@@ -110,6 +87,7 @@ fn first_turn(args: &RunArgs) -> anyhow::Result<Option<Turn>> {
 
 /// One conversation with its settings.
 struct Chat<'a> {
+    engine: Option<Engine>,
     args: &'a RunArgs,
     format: &'a ChatFormat,
     limit: usize,
@@ -129,6 +107,7 @@ struct Answer {
     calls: Vec<ParsedCall>,
     finish: &'static str,
     prompt_tokens: usize,
+    usage: Usage,
     prefill_seconds: f64,
     decode_seconds: f64,
 }
@@ -140,9 +119,37 @@ impl Answer {
             "content": self.content, "reasoning": self.reasoning, "tool_calls": calls.collect::<Value>(),
             "finish_reason": self.finish, "seed": seed, "prompt_ids": prompt.ids, "ids": self.ids,
             "prompt_tokens": self.prompt_tokens, "completion_tokens": self.ids.len(),
-            "prompt_tokens_per_second": self.prompt_tokens as f64 / self.prefill_seconds,
+            "cached_tokens": self.usage.cached,
+            "prompt_tokens_per_second": self.prefill_rate(),
             "decode_tokens_per_second": self.decode_rate(),
+            "decode_rounds": self.usage.rounds, "tokens_per_round": self.tokens_per_round(),
+            "drafted_tokens": self.usage.drafted, "accepted_tokens": self.usage.accepted,
         })
+    }
+
+    fn prefill_rate(&self) -> f64 {
+        (self.prompt_tokens - self.usage.cached) as f64 / self.prefill_seconds.max(1e-9)
+    }
+
+    /// Accepted drafts and the token of every round itself.
+    fn tokens_per_round(&self) -> f64 {
+        (self.usage.accepted + self.usage.rounds) as f64 / self.usage.rounds.max(1) as f64
+    }
+
+    fn cached_note(&self) -> String {
+        if self.usage.cached == 0 { String::new() } else { format!(" ({} cached)", self.usage.cached) }
+    }
+
+    fn draft_note(&self) -> String {
+        if self.usage.drafted == 0 {
+            return String::new();
+        }
+        let share = 100.0 * self.usage.accepted as f64 / self.usage.drafted as f64;
+        format!(
+            ", {:.2} tokens a round, {share:.0} % of {} drafts right",
+            self.tokens_per_round(),
+            self.usage.drafted
+        )
     }
 
     /// The first token comes out of the prompt's own pass and does not count as decoded.
@@ -161,11 +168,42 @@ impl<'a> Chat<'a> {
         let sampling = sampler_options(&args.sampling, defaults)?;
         let messages = args.system.iter().map(|s| Message::text(Role::System, s)).collect();
         let stop_ids = format.stop_ids();
-        Ok(Self { args, format, limit, options, sampling, stop_ids, messages, tools: Vec::new() })
+        Ok(Self {
+            engine: None,
+            args,
+            format,
+            limit,
+            options,
+            sampling,
+            stop_ids,
+            messages,
+            tools: Vec::new(),
+        })
+    }
+
+    /// Answers what the command line asks, or talks.
+    fn hold(&mut self, first: Option<Turn>) -> anyhow::Result<Outcome> {
+        let Some(first) = first else { return self.talk() };
+        let prompt = match first {
+            Turn::Raw(text) => {
+                let ids = self.format.tokenizer().encode(&text)?;
+                Prompt { text, ids, start: Start::Content, opener: String::new() }
+            }
+            Turn::Messages(messages, tools) => {
+                self.tools = tools;
+                self.messages = messages;
+                self.format.prompt(&self.messages, &self.tools, &self.options)?
+            }
+        };
+        let answer = self.answer(&prompt)?;
+        if self.args.json.json {
+            output::print_json(&with_version(answer.to_json(&prompt, self.sampling.seed)))?;
+        }
+        Ok(Outcome::Done)
     }
 
     /// Reads turns from the terminal until end of input.
-    fn talk<B: Backend>(&mut self, driver: &mut Driver<B>) -> anyhow::Result<Outcome> {
+    fn talk(&mut self) -> anyhow::Result<Outcome> {
         output::note("Type a message; Ctrl-D ends.");
         loop {
             let mut err = io::stderr().lock();
@@ -182,7 +220,7 @@ impl<'a> Chat<'a> {
             }
             self.messages.push(Message::text(Role::User, line.trim_end_matches('\n')));
             let prompt = self.format.prompt(&self.messages, &self.tools, &self.options)?;
-            let answer = self.answer(driver, &prompt)?;
+            let answer = self.answer(&prompt)?;
             let mut message = Message::text(Role::Assistant, answer.content);
             message.reasoning_content = Some(answer.reasoning).filter(|r| !r.is_empty());
             self.messages.push(message);
@@ -191,28 +229,27 @@ impl<'a> Chat<'a> {
     }
 
     /// Runs one prompt and prints the answer as it comes.
-    fn answer<B: Backend>(&self, driver: &mut Driver<B>, prompt: &Prompt) -> anyhow::Result<Answer> {
+    fn answer(&self, prompt: &Prompt) -> anyhow::Result<Answer> {
         if prompt.ids.is_empty() {
             return Err(usage("the prompt is empty"));
         }
         if prompt.ids.len() >= self.limit {
             bail!("the prompt has {} tokens, the model's context holds {}", prompt.ids.len(), self.limit);
         }
-        let mut sequence = driver.open(self.sampling.seed)?;
-        let result = self.generate(driver, &mut sequence, prompt);
-        driver.close(sequence);
-        let answer = result?;
+        let answer = self.generate(prompt)?;
         if !self.args.json.json {
             if !answer.content.is_empty() {
                 output::print("\n")?;
             }
-            let rate = answer.prompt_tokens as f64 / answer.prefill_seconds;
+            let rate = answer.prefill_rate();
             output::note(&output::styled(
                 &format!(
-                    "prompt {} tokens, {rate:.1} tok/s; answer {} tokens, {:.1} tok/s; {}; seed {}",
+                    "prompt {} tokens{}, {rate:.1} tok/s; answer {} tokens, {:.1} tok/s{}; {}; seed {}",
                     answer.prompt_tokens,
+                    answer.cached_note(),
                     answer.ids.len(),
                     answer.decode_rate(),
+                    answer.draft_note(),
                     answer.finish,
                     self.sampling.seed
                 ),
@@ -222,58 +259,80 @@ impl<'a> Chat<'a> {
         Ok(answer)
     }
 
-    fn generate<B: Backend>(
-        &self,
-        driver: &mut Driver<B>,
-        sequence: &mut Sequence,
-        prompt: &Prompt,
-    ) -> anyhow::Result<Answer> {
+    fn generate(&self, prompt: &Prompt) -> anyhow::Result<Answer> {
+        let engine = self.engine.as_ref().context("the engine is not running")?;
         let mut answer = Answer { prompt_tokens: prompt.ids.len(), finish: "length", ..Answer::default() };
-        let start = Instant::now();
-        let mut logits = Vec::new();
-        let chunks = prompt.ids.chunks(PREFILL_CHUNK);
-        let last = chunks.len() - 1;
-        for (i, chunk) in chunks.enumerate() {
-            check_interrupt()?;
-            let want = if i == last { Want::Last } else { Want::None };
-            logits = driver.prefill(sequence, chunk, want)?.logits;
-        }
-        let mut logits = logits.pop().context("the model gave no logits")?;
-        answer.prefill_seconds = start.elapsed().as_secs_f64();
-        let tokenizer = self.format.tokenizer();
-        let mut sampler = Sampler::new(self.sampling.clone(), &prompt.ids, tokenizer.addressable() as usize);
-        let mut text = Detokenizer::new(Arc::clone(tokenizer));
+        // The next turn's prompt is this one without its opener, then the answer as history writes it.
+        let opener = self.format.tokenizer().encode(&prompt.opener)?.len();
+        let request = Request {
+            prompt: prompt.ids.clone(),
+            sampling: self.sampling.clone(),
+            max_tokens: self.args.max_tokens.min(self.limit - prompt.ids.len()),
+            stop_tokens: self.stop_ids.clone(),
+            cache: CacheHints {
+                markers: vec![prompt.ids.len().saturating_sub(opener)],
+                ..CacheHints::default()
+            },
+            ..Request::default()
+        };
+        let (sender, events) = channel();
+        let id = engine.submit(request, Box::new(move |event| drop(sender.send(event))))?;
+        let mut text = Detokenizer::new(Arc::clone(self.format.tokenizer()));
         let mut parser = OutputParser::new(OutputOptions {
             start: prompt.start,
             tools: Arc::new(ToolSet::new(&self.tools)),
             stops: self.args.stop.clone(),
             ..OutputOptions::default()
         });
-        let room = self.args.max_tokens.min(self.limit - prompt.ids.len());
-        let start = Instant::now();
-        while answer.ids.len() < room {
-            check_interrupt()?;
-            let position = (prompt.ids.len() + answer.ids.len()) as u64;
-            let id = sampler.sample(&logits, None, position)?.id;
-            if self.stop_ids.contains(&id) {
-                answer.finish = "stop";
-                break;
-            }
-            sampler.accept(id);
-            answer.ids.push(id);
-            if self.args.print_token_ids {
-                output::print(&format!("{id}\n"))?;
-            }
-            self.show(&mut answer, parser.push(&text.push(id)))?;
-            if parser.is_done() {
-                answer.finish = "stop";
-                break;
-            }
-            if answer.ids.len() < room {
-                logits = driver.decode(sequence, id)?;
+        loop {
+            let event = match events.recv_timeout(Duration::from_millis(50)) {
+                Ok(event) => event,
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Err(e) = check_interrupt() {
+                        engine.cancel(id);
+                        return Err(e);
+                    }
+                    continue;
+                }
+                Err(RecvTimeoutError::Disconnected) => bail!("the engine ended without an answer"),
+            };
+            match event {
+                EngineEvent::Tokens(tokens) => {
+                    for token in tokens {
+                        // What a round gave past a stop string belongs to no answer.
+                        if parser.is_done() {
+                            break;
+                        }
+                        answer.ids.push(token.id);
+                        if self.args.print_token_ids {
+                            output::print(&format!("{}\n", token.id))?;
+                        }
+                        self.show(&mut answer, parser.push(&text.push(token.id)))?;
+                        if parser.is_done() {
+                            answer.finish = "stop";
+                            engine.cancel(id);
+                        }
+                    }
+                    if let Err(e) = check_interrupt() {
+                        engine.cancel(id);
+                        return Err(e);
+                    }
+                }
+                EngineEvent::Finished { reason, usage, timings } => {
+                    if matches!(reason, Finish::Stop(_)) {
+                        answer.finish = "stop";
+                    }
+                    answer.usage = usage;
+                    answer.prefill_seconds = timings.prompt.as_secs_f64();
+                    answer.decode_seconds = timings.decode.as_secs_f64();
+                    break;
+                }
+                EngineEvent::Failed(e) => return Err(e.into()),
+                EngineEvent::Admitted { .. }
+                | EngineEvent::PromptProgress { .. }
+                | EngineEvent::PromptLogprobs(_) => {}
             }
         }
-        answer.decode_seconds = start.elapsed().as_secs_f64();
         let rest = text.finish();
         self.show(&mut answer, parser.push(&rest))?;
         self.show(&mut answer, parser.finish())?;

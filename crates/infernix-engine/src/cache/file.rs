@@ -340,7 +340,7 @@ impl<S: Clone> PrefixCache<S> {
         let state: Box<[u8]> = input.list()?.into();
         let page: Option<Box<[u8]>> = Some(input.list()?).filter(|p| !p.is_empty()).map(Into::into);
         let tokens = self.tree.node(node).depth * PAGE_TOKENS + tail.len();
-        if tail.len() >= PAGE_TOKENS || page.is_some() != !tail.is_empty() || drafted > tokens {
+        if tail.len() >= PAGE_TOKENS || page.is_some() == tail.is_empty() || drafted > tokens {
             return Err("a snapshot that contradicts itself".into());
         }
         // States are checked here, once, so that a hit can rely on them.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const STATUS_EVERY: Duration = Duration::from_millis(500);
 
 enum Command {
-    Submit(RequestId, Request, Sink),
+    Submit(RequestId, Box<Request>, Sink),
     Cancel(RequestId),
     Shutdown(Drain),
 }
@@ -61,11 +61,10 @@ impl Engine {
                     let warnings = scheduler.load_cache().err().into_iter().collect();
                     let (shared_sender, shared) = channel::<Arc<Shared>>();
                     let facts = (scheduler.options.clone(), scheduler.limits, warnings, shared_sender);
-                    if ready.send(Ok(facts)).is_ok() {
-                        if let Ok(shared) = shared.recv() {
-                            let shared = Arc::downgrade(&shared);
-                            Worker { scheduler, receiver, shared, done: 0, drain: None }.run();
-                        }
+                    drop(ready.send(Ok(facts)));
+                    if let Ok(shared) = shared.recv() {
+                        let shared = Arc::downgrade(&shared);
+                        Worker { scheduler, receiver, shared, done: 0, drain: None }.run();
                     }
                 }
                 Err(e) => drop(ready.send(Err(e))),
@@ -139,7 +138,7 @@ impl EngineApi for Engine {
             });
         }
         let id = RequestId(s.next.fetch_add(1, Ordering::SeqCst));
-        if s.commands.send(Command::Submit(id, request, sink)).is_err() {
+        if s.commands.send(Command::Submit(id, Box::new(request), sink)).is_err() {
             return Err(SubmitError::Stopped(self.stopped().unwrap_or_else(|| "shut down".into())));
         }
         Ok(id)
@@ -235,7 +234,7 @@ impl<R: Runner> Worker<R> {
                     sink(super::Event::Failed(RequestError::Stopped("shutting down".into())));
                     self.ended(1);
                 }
-                Ok(Command::Submit(id, request, sink)) => self.scheduler.submit_as(id, request, sink),
+                Ok(Command::Submit(id, request, sink)) => self.scheduler.submit_as(id, *request, sink),
                 Ok(Command::Cancel(id)) => self.scheduler.cancel(id),
                 Ok(Command::Shutdown(Drain::Now)) => return Err("shut down".into()),
                 Ok(Command::Shutdown(Drain::Within(d))) => self.drain = Some(Instant::now() + d),

@@ -177,12 +177,9 @@ impl Job {
             Err(e) => return Step::Fail(RequestError::Engine(e.to_string())),
         };
         let stops = self.request.stop_tokens.contains(&id);
-        if let Some(c) = &mut self.request.constraint {
-            if let Err(e) = c.accept(id) {
-                if !stops {
-                    return Step::Fail(RequestError::Constraint(e));
-                }
-            }
+        let accepted = self.request.constraint.as_mut().map_or(Ok(()), |c| c.accept(id));
+        if let (Err(e), false) = (accepted, stops) {
+            return Step::Fail(RequestError::Constraint(e));
         }
         if stops {
             return Step::End(Finish::Stop(id));

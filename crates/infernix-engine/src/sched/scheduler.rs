@@ -13,7 +13,7 @@ use super::api::{
 use super::job::{Job, Lane, Stage};
 use super::trace::Recorder;
 use super::{EngineOptions, Limits, Runner, SpecMode};
-use crate::cache::{CacheEvent, Kind, PrefixCache, common};
+use crate::cache::{CacheEvent, Kind, MissCause, PrefixCache, common};
 use crate::error::EngineError;
 use crate::spec::{ChainDrafter, Drafter, Policy};
 use crate::state::{KvPool, PAGE_TOKENS};
@@ -57,7 +57,7 @@ pub(crate) struct Scheduler<R: Runner> {
     next_id: u64,
     pub(super) policy: Policy,
     pub(super) drafter: Box<dyn Drafter<R>>,
-    pub(super) counters: Counters,
+    pub(crate) counters: Counters,
     failures: usize,
     pub(super) stopped: Option<String>,
     pub(super) recorder: Option<Recorder>,
@@ -305,10 +305,8 @@ impl<R: Runner> Scheduler<R> {
             job.usage.cached = found.tokens;
             self.counters.prompt_tokens += job.usage.prompt as u64;
             self.counters.cached_tokens += found.tokens as u64;
-            if let Some(miss) = &mut found.miss {
-                if !usable {
-                    miss.cause = crate::cache::MissCause::Bypassed;
-                }
+            if let (Some(miss), false) = (&mut found.miss, usable) {
+                miss.cause = MissCause::Bypassed;
             }
             let queued = job.admitted.unwrap_or_default().saturating_sub(job.submitted);
             let miss = found.miss.take().map(Box::new);
@@ -577,6 +575,16 @@ impl<R: Runner> Scheduler<R> {
         }
     }
 
+    /// Tokens that prompt and answer may have together.
+    pub(crate) fn max_context(&self) -> usize {
+        self.options.max_context
+    }
+
+    /// The runner's clock.
+    pub(crate) fn now(&self) -> Duration {
+        self.runner.now()
+    }
+
     /// Mean time of a request.
     pub(crate) fn mean_duration(&self) -> Option<Duration> {
         self.mean.map(Duration::from_secs_f64)
@@ -606,5 +614,12 @@ impl<R: Runner> Scheduler<R> {
             return Err(format!("{slots} of {} slots are free", self.limits.sequences));
         }
         self.cache.check()
+    }
+}
+
+impl Scheduler<crate::sim::SimModel> {
+    /// Lets simulated time pass to at least this.
+    pub(crate) fn advance(&mut self, to: Duration) {
+        self.runner.advance(to);
     }
 }

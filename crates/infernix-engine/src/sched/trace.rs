@@ -61,10 +61,8 @@ impl Recorder {
             "at": at.as_secs_f64(), "end": id.0, "output": output, "cached": u.cached, "rounds": u.rounds,
             "drafted": u.drafted, "accepted": u.accepted,
         }));
-        if let Some(out) = &mut self.out {
-            if out.flush().is_err() {
-                self.out = None;
-            }
+        if self.out.as_mut().is_some_and(|out| out.flush().is_err()) {
+            self.out = None;
         }
     }
 

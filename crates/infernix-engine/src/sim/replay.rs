@@ -1,0 +1,221 @@
+//! Traffic through the scheduler and the prefix cache, on the simulated model's clock.
+
+use super::model::{STOP, SimModel, SimOptions};
+use super::trace::Trace;
+use crate::error::EngineError;
+use crate::sample::SamplerOptions;
+use crate::sched::{
+    CacheHints, CacheOptions, EngineOptions, Event, Request, Scheduler, SpecMode, SpecOptions,
+};
+use crate::state::PAGE_TOKENS;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// What to replay on.
+#[derive(Clone, Copy, Debug)]
+pub struct ReplayOptions {
+    /// Sizes and times of the model.
+    pub model: SimOptions,
+    /// Prompt tokens of a call.
+    pub prefill_chunk: usize,
+    /// Bytes of snapshots on the device.
+    pub device_bytes: u64,
+    /// Bytes in RAM.
+    pub host_bytes: u64,
+}
+
+/// What came out.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Replayed {
+    /// Requests answered.
+    pub requests: usize,
+    /// Prompt tokens.
+    pub prompt_tokens: u64,
+    /// Of these, from the cache.
+    pub cached_tokens: u64,
+    /// Of these, what a cache of any size, with a state after every token, would have had.
+    pub shared_tokens: u64,
+    /// Tokens answered.
+    pub output_tokens: u64,
+    /// Median and 95th percentile of seconds from arrival to the first token.
+    pub first_token: (f64, f64),
+    /// Median and 95th percentile of seconds in the queue.
+    pub queued: (f64, f64),
+    /// Seconds the engine worked, of how many that passed.
+    pub busy: f64,
+    /// Seconds from the first arrival to the last answer.
+    pub span: f64,
+    /// Snapshots taken and dropped.
+    pub snapshots: (u64, u64),
+    /// Requests paused for memory.
+    pub preemptions: u64,
+}
+
+#[derive(Default)]
+struct Seen {
+    first: Vec<f64>,
+    queued: Vec<f64>,
+    ended: usize,
+}
+
+fn percentiles(mut v: Vec<f64>) -> (f64, f64) {
+    v.sort_by(f64::total_cmp);
+    let at = |p: f64| v.get(((v.len() as f64 - 1.0) * p).round() as usize).copied().unwrap_or(0.0);
+    (at(0.5), at(0.95))
+}
+
+/// Replays a trace.
+///
+/// # Errors
+/// A prompt longer than the model's pages.
+pub fn replay(trace: &Trace, options: &ReplayOptions) -> Result<Replayed, EngineError> {
+    let mut model = SimModel::new(options.model);
+    for (n, r) in trace.requests.iter().enumerate() {
+        let mut answer = r.output.clone();
+        answer.push(STOP);
+        model.answer(n as u64, r.prompt.len(), answer);
+    }
+    let engine = EngineOptions {
+        max_concurrency: options.model.sequences,
+        max_pending_requests: usize::MAX,
+        pending_timeout: Duration::from_secs(1 << 40),
+        prefill_chunk: options.prefill_chunk,
+        max_context: usize::MAX >> 1,
+        cache: CacheOptions {
+            device_bytes: options.device_bytes,
+            host_bytes: options.host_bytes,
+            ..CacheOptions::default()
+        },
+        spec: SpecOptions { mode: SpecMode::Off, ..SpecOptions::default() },
+        ..EngineOptions::default()
+    };
+    let mut s = Scheduler::new(model, engine)?;
+    let limit = s.max_context();
+    let seen = Arc::new(Mutex::new(Seen::default()));
+    let mut out = Replayed::default();
+    let mut next = 0;
+    let begin = trace.requests.first().map_or(0.0, |r| r.at);
+    while next < trace.requests.len() || s.open() > 0 {
+        if s.open() == 0 && next < trace.requests.len() {
+            s.advance(Duration::from_secs_f64(trace.requests[next].at - begin));
+        }
+        let now = s.now();
+        while let Some(r) = trace.requests.get(next).filter(|r| r.at - begin <= now.as_secs_f64()) {
+            if r.prompt.len() + r.output.len() + 1 > limit {
+                return Err(EngineError::Request(format!(
+                    "request {next} has {} tokens, {limit} fit; give more KV pages",
+                    r.prompt.len() + r.output.len() + 1
+                )));
+            }
+            let request = Request {
+                prompt: r.prompt.clone(),
+                max_tokens: r.output.len() + 1,
+                stop_tokens: vec![STOP],
+                sampling: SamplerOptions { seed: next as u64, ..SamplerOptions::default() },
+                cache: CacheHints { markers: r.markers.clone(), ..CacheHints::default() },
+                ..Request::default()
+            };
+            let seen = Arc::clone(&seen);
+            let waited = (now.as_secs_f64() - (r.at - begin)).max(0.0);
+            let sink = move |event| {
+                let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+                match event {
+                    Event::Finished { timings, .. } => {
+                        let queued = waited + timings.queued.as_secs_f64();
+                        seen.queued.push(queued);
+                        seen.first.push(queued + timings.prompt.as_secs_f64());
+                        seen.ended += 1;
+                    }
+                    Event::Failed(_) => seen.ended += 1,
+                    _ => {}
+                }
+            };
+            s.submit(request, Box::new(sink));
+            next += 1;
+        }
+        let before = s.now();
+        s.step();
+        out.busy += (s.now() - before).as_secs_f64();
+    }
+    let c = s.counters;
+    out.requests = trace.requests.len();
+    out.prompt_tokens = c.prompt_tokens;
+    out.cached_tokens = c.cached_tokens;
+    out.shared_tokens = shared(trace);
+    out.output_tokens = c.output_tokens;
+    out.snapshots = (c.snapshots, c.evicted_snapshots);
+    out.preemptions = c.preemptions;
+    out.span = s.now().as_secs_f64();
+    let seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
+    out.first_token = percentiles(seen.first);
+    out.queued = percentiles(seen.queued);
+    Ok(out)
+}
+
+/// Prompt tokens that some earlier prompt and its answer begin with: the most any cache can give.
+fn shared(trace: &Trace) -> u64 {
+    // Blocks by chained hash decide up to 64 tokens, which is close enough for a bound; it is rounded up.
+    let mut known = std::collections::HashSet::new();
+    let mut sum = 0;
+    for r in &trace.requests {
+        let text = [&r.prompt[..], &r.output].concat();
+        let mut hash = 0u64;
+        let mut hit = 0;
+        let mut counting = true;
+        for (n, block) in text.chunks_exact(PAGE_TOKENS).enumerate() {
+            hash = block.iter().fold(hash, |h, id| {
+                crate::numerics::round::mix(h ^ u64::from(*id).wrapping_mul(0x9E37_79B9_7F4A_7C15))
+            });
+            let end = (n + 1) * PAGE_TOKENS;
+            counting &= !known.insert(hash);
+            if counting && end < r.prompt.len() {
+                hit = end;
+            }
+        }
+        if hit > 0 {
+            sum += (hit + PAGE_TOKENS - 1).min(r.prompt.len() - 1) as u64;
+        }
+    }
+    sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::trace::Synthetic;
+
+    fn options(pages: usize, host: u64) -> ReplayOptions {
+        ReplayOptions {
+            model: SimOptions {
+                pages,
+                sequences: 2,
+                vocab: 200_000,
+                page_bytes: 1 << 20,
+                state_bytes: 100 << 20,
+                checked: false,
+                ..SimOptions::default()
+            },
+            prefill_chunk: 1024,
+            device_bytes: 1 << 30,
+            host_bytes: host,
+        }
+    }
+
+    #[test]
+    fn more_memory_never_hits_less_and_enough_of_it_nearly_all() {
+        let shape =
+            Synthetic { sessions: 6, turns: 12, head_tokens: 3000, context: 30_000, ..Synthetic::default() };
+        let trace = Trace::synthetic(&shape);
+        let rates: Vec<f64> = [0, 2 << 30, 64 << 30]
+            .into_iter()
+            .map(|host| {
+                let r = replay(&trace, &options(600, host)).unwrap();
+                assert_eq!(r.requests, 72);
+                assert!(r.cached_tokens <= r.shared_tokens, "{r:?}");
+                r.cached_tokens as f64 / r.shared_tokens as f64
+            })
+            .collect();
+        assert!(rates[0] <= rates[1] + 0.02 && rates[1] <= rates[2] + 0.02, "{rates:?}");
+        assert!(rates[2] > 0.9, "{rates:?}");
+    }
+}
