@@ -24,8 +24,6 @@ pub enum MissCause {
     Diverged,
     /// The text is known, but no state was kept as deep as the text agrees.
     NoSnapshot,
-    /// Everything cached of it was reused; the prompt goes on from there.
-    Extended,
     /// The state was cached once and dropped to make room.
     Evicted,
     /// The request asked for it (cache bypass, prompt log-probabilities).

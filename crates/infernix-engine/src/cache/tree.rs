@@ -362,19 +362,19 @@ impl<S> Tree<S> {
         }
         let (shared, cached) = self.nearest(&path, ids);
         let tokens = best.map_or(0, |b| b.0);
-        let miss = (tokens < limit.min(ids.len().saturating_sub(1)) || ids.is_empty()).then(|| {
-            let next = (path.len() - 1) * PAGE_TOKENS..path.len() * PAGE_TOKENS;
-            let chain = ids.get(next).map(|b| (self.hash)(self.node(path[path.len() - 1]).chain, b));
-            let cause = match chain {
-                Some(c) if self.ghosts.contains(&c) => MissCause::Evicted,
-                _ if resident + 1 < path.len() => MissCause::Evicted,
-                _ if shared == 0 => MissCause::Cold,
-                _ if shared < limit && !cached.ids.is_empty() && cached.ids.len() > cached.before => {
-                    MissCause::Diverged
-                }
-                _ if shared > tokens => MissCause::NoSnapshot,
-                _ => MissCause::Extended,
-            };
+        let next = (path.len() - 1) * PAGE_TOKENS..path.len() * PAGE_TOKENS;
+        let chain = ids.get(next).map(|b| (self.hash)(self.node(path[path.len() - 1]).chain, b));
+        let cause = match chain {
+            _ if tokens >= limit.min(ids.len().saturating_sub(1)) => None,
+            Some(c) if self.ghosts.contains(&c) => Some(MissCause::Evicted),
+            _ if resident + 1 < path.len() => Some(MissCause::Evicted),
+            _ if shared == 0 => Some(MissCause::Cold),
+            _ if shared < limit && cached.ids.len() > cached.before => Some(MissCause::Diverged),
+            _ if shared > tokens => Some(MissCause::NoSnapshot),
+            // The prompt goes on from all that was known of it.
+            _ => None,
+        };
+        let miss = cause.map(|cause| {
             let from = shared.saturating_sub(EXCERPT);
             let around = &ids[from..ids.len().min(shared + EXCERPT)];
             let prompt = Excerpt { ids: around.to_vec(), before: shared - from };
