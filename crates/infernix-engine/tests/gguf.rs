@@ -91,7 +91,7 @@ fn the_cpu_computes_blocks_as_lossless_does() {
                 artifact_driver(&artifact, LosslessOptions::default(), activations, DriverOptions::default());
             let expected = logits(exact, &ids);
             let source = ArtifactSource::new(artifact.clone()).unwrap();
-            let load_options = LoadOptions { drafter: false, activations };
+            let load_options = LoadOptions { activations, ..LoadOptions::default() };
             let model = load(
                 CpuBackend::new(CpuOptions { threads: 2, threads_batch: 0, isa: None }),
                 &source,

@@ -13,7 +13,7 @@ use super::api::{
 use super::job::{Job, Lane, Stage};
 use super::trace::Recorder;
 use super::{EngineOptions, Limits, Runner, SpecMode};
-use crate::cache::{CacheEvent, Kind, MissCause, PrefixCache, common};
+use crate::cache::{CacheEvent, Excerpt, Kind, Miss, MissCause, PrefixCache, common};
 use crate::error::EngineError;
 use crate::spec::{ChainDrafter, Drafter, Policy};
 use crate::state::{KvPool, PAGE_TOKENS};
@@ -305,8 +305,10 @@ impl<R: Runner> Scheduler<R> {
             job.usage.cached = found.tokens;
             self.counters.prompt_tokens += job.usage.prompt as u64;
             self.counters.cached_tokens += found.tokens as u64;
-            if let (Some(miss), false) = (&mut found.miss, usable) {
-                miss.cause = MissCause::Bypassed;
+            if !usable {
+                let (cached, prompt) = (Excerpt::default(), Excerpt::default());
+                let (shared, cause) = (found.shared, MissCause::Bypassed);
+                found.miss = Some(Miss { shared, reused: 0, cause, cached, prompt });
             }
             let queued = job.admitted.unwrap_or_default().saturating_sub(job.submitted);
             let miss = found.miss.take().map(Box::new);

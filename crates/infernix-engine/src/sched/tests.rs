@@ -429,6 +429,8 @@ fn prompt_scores_come_for_every_token_and_do_not_use_the_cache() {
     s.submit(Request { prompt_logprobs: Some(2), logprobs: Some(3), ..request(prompt.clone(), 3) }, sink);
     run(&mut s);
     let seen = seen.lock().unwrap();
+    let bypassed = |e: &Event| matches!(e, Event::Admitted { miss: Some(m), cached_tokens: 0, .. } if m.cause == crate::cache::MissCause::Bypassed);
+    assert!(seen.iter().any(bypassed), "{:?}", seen[0]);
     let scores: Vec<&Sampled> = seen
         .iter()
         .filter_map(|e| if let Event::PromptLogprobs(p) = e { Some(p) } else { None })
