@@ -17,7 +17,7 @@ fn main() {
     let Some(nvcc) = find_nvcc() else {
         fs::write(
             out.join("fatbins.rs"),
-            "pub(crate) static TARGETS: &[&str] = &[];\npub(crate) static FATBINS: &[(&str, &[u8])] = &[];\n",
+            "pub(crate) static TARGETS: &[&str] = &[];\npub(crate) static FATBINS: &[(&str, &[u8])] = &[];\n#[cfg(test)]\npub(crate) static PTXAS: &[(&str, &str)] = &[];\n",
         )
         .expect("write the list of kernels");
         return;
@@ -90,6 +90,13 @@ fn main() {
         text += &format!("    ({stem:?}, include_bytes!({:?})),\n", dst.display().to_string());
     }
     text += "];\n";
+    // What ptxas said, for the test that looks for spills.
+    text += "#[cfg(test)]\npub(crate) static PTXAS: &[(&str, &str)] = &[\n";
+    for (_, dst, _) in &work {
+        let log = dst.with_extension("ptxas.txt");
+        text += &format!("    ({:?}, include_str!({:?})),\n", stem_of(dst), log.display().to_string());
+    }
+    text += "];\n";
     fs::write(out.join("fatbins.rs"), text).expect("write the list of kernels");
 }
 
@@ -124,6 +131,10 @@ fn compile(nvcc: &Path, src: &Path, dst: &Path, targets: &[String], headers: &[u
 /// `-Xptxas -v` is kept beside each fatbin: registers, spills and shared memory of every kernel.
 const FLAGS: &[&str] =
     &["-O3", "-std=c++17", "--fmad=true", "-lineinfo", "-compress-mode=size", "-Xptxas", "-v"];
+
+fn stem_of(p: &Path) -> String {
+    p.file_stem().expect("a file name").to_string_lossy().into_owned()
+}
 
 fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))

@@ -33,7 +33,10 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
   const int stage_bytes = 16 * pitch;
   // Tile scales (F_FP8B) are few and shared by rows: they are read where they are used.
   const int side_pitch = F == F_FP8B ? 0 : scale_pitch;
-  const int side_bytes = ((16 * side_pitch + 127) & ~127) + ((16 * high_pitch + 127) & ~127);
+  // High bits of a tile of long rows may not fit shared memory: then they too are read where they are used.
+  const bool high_direct = mode & 4;
+  const int hside_pitch = high_direct ? 0 : high_pitch;
+  const int side_bytes = ((16 * side_pitch + 127) & ~127) + ((16 * hside_pitch + 127) & ~127);
   const u32 s_bar = smem_u32(smem);                // full[stages], empty[stages]
   const u32 s_red = s_bar + 256;
   const u32 s_side = s_red + 2 * 16 * RED * 4;
@@ -63,14 +66,14 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
       const bool side = c == 0 && side_slots > 0;
       const u32 full = s_bar + 8 * slot;
       __syncwarp();
-      if (lane == 0) mbar_expect(full, rows * bytes + (side ? 16 * (side_pitch + high_pitch) : 0));
+      if (lane == 0) mbar_expect(full, rows * bytes + (side ? 16 * (side_pitch + hside_pitch) : 0));
       __syncwarp();
       if (lane < rows)
         bulk_load(s_stage + slot * stage_bytes + lane * pitch, codes + (size_t)(tile * 16 + lane) * code_pitch + (size_t)st0 * T::STEP_BYTES, bytes, full);
       if (side && lane == 0) {
         const u32 dst = s_side + (ti % slot_mod) * side_bytes;
         if (side_pitch) bulk_load(dst, scales + (size_t)tile * 16 * side_pitch, 16 * side_pitch, full);
-        if (high_pitch) bulk_load(dst + ((16 * side_pitch + 127) & ~127), high + (size_t)tile * 16 * high_pitch, 16 * high_pitch, full);
+        if (hside_pitch) bulk_load(dst + ((16 * side_pitch + 127) & ~127), high + (size_t)tile * 16 * high_pitch, 16 * high_pitch, full);
       }
     }
     pdl_wait();
@@ -98,6 +101,7 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
     const int tile = blockIdx.x + ti * gridDim.x;
     const u32 side = s_side + (ti % max(side_slots, 1)) * side_bytes;
     const u32 hside = side + ((16 * side_pitch + 127) & ~127);
+    const u8 *hrow0 = high + (size_t)min(tile * 16 + g, N - 1) * high_pitch, *hrow1 = high + (size_t)min(tile * 16 + g + 8, N - 1) * high_pitch;
     float acc[NT][4];
 #pragma unroll
     for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
@@ -138,12 +142,22 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
           r1.extra = lds8(side + (g + 8) * side_pitch + 4 * s + q);
         }
         if (F == F_Q5) {
-          r0.extra = lds16(hside + g * high_pitch + 8 * s + 2 * q);
-          r1.extra = lds16(hside + (g + 8) * high_pitch + 8 * s + 2 * q);
+          if (high_direct) {
+            r0.extra = __ldg((const u16*)(hrow0 + 8 * s + 2 * q));
+            r1.extra = __ldg((const u16*)(hrow1 + 8 * s + 2 * q));
+          } else {
+            r0.extra = lds16(hside + g * high_pitch + 8 * s + 2 * q);
+            r1.extra = lds16(hside + (g + 8) * high_pitch + 8 * s + 2 * q);
+          }
         }
         if (F == F_Q6) {
-          r0.extra = lds32(hside + g * high_pitch + 16 * s + 4 * q);
-          r1.extra = lds32(hside + (g + 8) * high_pitch + 16 * s + 4 * q);
+          if (high_direct) {
+            r0.extra = __ldg((const u32*)(hrow0 + 16 * s + 4 * q));
+            r1.extra = __ldg((const u32*)(hrow1 + 16 * s + 4 * q));
+          } else {
+            r0.extra = lds32(hside + g * high_pitch + 16 * s + 4 * q);
+            r1.extra = lds32(hside + (g + 8) * high_pitch + 16 * s + 4 * q);
+          }
         }
         u32 a[T::MMAS * 2], b[T::MMAS * 2];
         expand<F>(r0, a);

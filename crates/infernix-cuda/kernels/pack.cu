@@ -77,6 +77,55 @@ PACK(pack_64, O_64)
 PACK(pack_64p, O_64P)
 PACK(pack_16, O_16)
 
+// The same rows for FP4 products: per tile and chunk [half of 64 k][token][16 B of E2M1] and [token][4 B of E4M3], blocks of 16
+// quantised with the expert's input scale. Nibbles of 8 k stand in the order 0 4 1 5 2 6 3 7.
+extern "C" __global__ void __launch_bounds__(128) pack_fp4(const u16* __restrict__ x, const int* __restrict__ jobs, const int* __restrict__ count,
+                                                           const int* __restrict__ list, const float* __restrict__ in_scale, u8* __restrict__ out,
+                                                           int x_pitch, int kx, int rows, int top, int which, int divisor) {
+  pdl_launch();
+  pdl_wait();
+  const int c = blockIdx.x, chunks = gridDim.x, tile = blockIdx.y, r = threadIdx.x;
+  if (tile >= *count) return;
+  const int4 j = *(const int4*)(jobs + tile * 4);
+  const int n = j.z, ntp = (n + 7) & ~7;
+  if (r >= ntp) return;
+  const int row = r < n ? (list ? list[j.y + r] / top : j.y + r) : -1;
+  const float gs = in_scale[j.x * 3 + which];
+  u32 w[8], scales = 0;
+#pragma unroll
+  for (int b = 0; b < 4; b++) {
+    float v[16], m = 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      uint4 u = make_uint4(0, 0, 0, 0);
+      if (row >= 0 && c * 64 + b * 16 + i * 8 < kx) u = __ldg((const uint4*)(x + (size_t)row * x_pitch + c * 64 + b * 16 + i * 8));
+      const u32 p[4] = {u.x, u.y, u.z, u.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) v[8 * i + 2 * k] = bf_lo(p[k]), v[8 * i + 2 * k + 1] = bf_hi(p[k]);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) m = fmaxf(m, fabsf(v[i]));
+    const u32 s = e4m3_encode(divisor ? __fdiv_rn(__fmul_rn(m, gs), 6.0f) : __fdiv_rn(m, __fmul_rn(6.0f, gs)));
+    const float sv = e4m3_m8(s) * 256.0f, d = divisor ? __fdiv_rn(sv, gs) : __fmul_rn(sv, gs);
+    scales |= s << (8 * b);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 o = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const int q2 = s ? quant2(v[8 * h + i], d) : 0, a = abs(q2);
+        const u32 code = (a < 4 ? a : a == 4 ? 4 : a == 6 ? 5 : a == 8 ? 6 : 7) | (q2 < 0 ? 8 : 0);
+        o |= code << (4 * (i < 4 ? 2 * i : 2 * (i - 4) + 1));
+      }
+      w[2 * b + h] = o;
+    }
+  }
+  u8* o = out + ((size_t)j.w * chunks + (size_t)c * ntp) * 36;
+  *(uint4*)(o + r * 16) = make_uint4(w[0], w[1], w[2], w[3]);
+  *(uint4*)(o + (ntp + r) * 16) = make_uint4(w[4], w[5], w[6], w[7]);
+  *(u32*)(o + ntp * 32 + r * 4) = scales;
+}
+
 // Counts the picks of each expert and cuts them into jobs of at most `width` (a multiple of 8), experts ascending.
 //   jobs [n][4]: expert, first sorted place, picks, first place when each expert's picks are padded to 8
 //   count[0] = jobs, count[1] = picks;  base [E + 1]: first sorted place of each expert

@@ -20,7 +20,19 @@
 #else
 #define BN 64
 #endif
+// Bytes of a token in a packed chunk of 64 k: BF16, or E2M1 codes and four E4M3 scales.
+#ifdef TILE_FP4
+#define XB 36
+#else
+#define XB 128
+#endif
 #define NA (BN / 2)  // sums of a thread and 64-row tile
+// What the fragments of NVFP4 leave to multiply.
+#ifdef TILE_FP4
+#define RG_FACTOR 1.0f
+#else
+#define RG_FACTOR 256.0f
+#endif
 #define F_RG16 9  // NVFP4 expert records: units of 16 rows x 16 k
 
 template <int F> struct Tile {
@@ -28,7 +40,7 @@ template <int F> struct Tile {
   static constexpr bool RG = F == F_RG16;
   static constexpr int ROW = RG ? 36 : T::STEP == 32 ? 2 * T::STEP_BYTES : T::STEP_BYTES;  // bytes of 64 k
   static constexpr int A_BYTES = BM * ROW;
-  static constexpr int STAGE = A_BYTES + BN * 128;
+  static constexpr int STAGE = A_BYTES + BN * XB;
   static constexpr bool GROUP = !RG && T::GROUP;
   static constexpr int GROUPS = GROUP && T::STEP == 32 ? 2 : 1;  // scale groups of a chunk
   // 16-byte unit of a row in shared memory.
@@ -65,14 +77,14 @@ template <int F> DEV Item item_of(const TileArgs& a, int idx, int chunks) {
     it.codes = (const u8*)a.tab[j.x];
     it.high = (const u8*)a.tab[a.E + j.x];
     it.scales = (const u8*)a.tab[2 * a.E + j.x];
-    it.x = a.x + (size_t)j.w * chunks * 128;
+    it.x = a.x + (size_t)j.w * chunks * XB;
   } else {
     // Eight token tiles stay together, so that what runs at the same time shares both operands in L2.
     const int tt = (a.rows + BN - 1) / BN, g = idx / (8 * rt), gs = min(8, tt - 8 * g), rem = idx - g * 8 * rt;
     const int t = g * 8 + rem % gs;
     it.n0 = rem / gs * BM, it.expert = 0, it.first = t * BN, it.n = min(BN, a.rows - it.first);
     it.codes = a.codes, it.high = a.high, it.scales = a.scales;
-    it.x = a.x + (size_t)it.first * chunks * 128;
+    it.x = a.x + (size_t)it.first * chunks * XB;
   }
   it.ntp = (it.n + 7) & ~7;
   return it;
@@ -165,6 +177,17 @@ template <int F> DEV void frags(const u8* sa, int row, int grp, int g, int q, u3
 DEV void ldmatrix4(u32 a, u32 (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
 }
+#ifdef TILE_FP4
+// D += A B, m16n8k64. A: rows g (a0, a2) and g + 8 (a1, a3), k 8q.. and 32 + 8q..; B likewise, column g. Scales: byte i is block i of
+// 16 k; of row g in lanes with q even, of row g + 8 where q is odd (lanes 0 and 1 of four are read); of column g (lane 0 is read).
+DEV void mma_fp4(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, u32 sfa, u32 sfb) {
+  asm(
+      "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {0, 0}, {%11}, {0, 0};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(sfa), "r"(sfb));
+}
+#endif
 DEV u32 movmatrix(u32 v) {
   u32 r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
@@ -178,7 +201,7 @@ template <int F> DEV void store(const TileArgs& a, const Item& it, float (&d)[NA
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int r = min(n + 8 * h, a.N - 1);
-    s[h] = F == F_NVFP4 || F == F_RG16 ? 256.0f : a.row_scale ? bf2f(a.row_scale[stored_row(a, r)]) : 1.0f;
+    s[h] = F == F_NVFP4 || F == F_RG16 ? RG_FACTOR : a.row_scale ? bf2f(a.row_scale[stored_row(a, r)]) : 1.0f;
     al[h] = a.alpha ? a.alpha[it.expert * 3 + (a.mode & M_DOWN ? 2 : r & 1)] : a.tscale;
   }
   const int base = n - g;  // first of the 16 rows
@@ -240,13 +263,13 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
   const int g = lane >> 2, q = lane & 3, row = wg * 128 + wq * 16 + g, S = a.stages;
   const u32 ks = it.ntp * 16;
   constexpr int KS = 4 / L::GROUPS;
-  constexpr bool HIGH = F == F_Q5 || F == F_Q6;
+  constexpr bool HIGH = F == F_Q5 || F == F_Q6, AHEAD = !HIGH && F != F_Q8;
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll
     for (int i = 0; i < NA; i++) acc[m][i] = 0;
   u32 sc[4] = {}, next[4] = {};
-  if (!HIGH) load_scales<F>(a, it, row, 0, q, next);
+  if (AHEAD) load_scales<F>(a, it, row, 0, q, next);
   auto release = [&](int p) {
     __syncwarp();
     if (lane == 0) mbar_arrive(s_bar + 8 * (S + p % S));
@@ -254,10 +277,10 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
   auto extra = [&](int m, int h, int c) -> u32 { return F == F_NVFP4 ? sc[2 * m + h] : HIGH ? load_high<F>(a, it, row + 64 * m + 8 * h, c, q) : 0; };
 #ifdef TILE_WGMMA
   u32 f0[4][4], f1[4][4];
-  float t[NA];
+  float t0[32], t1[32];
   if (L::GROUP)
 #pragma unroll
-    for (int i = 0; i < NA; i++) t[i] = 0;
+    for (int i = 0; i < 32; i++) t0[i] = t1[i] = 0;
 #else
   // ldmatrix: matrices (k 0-7, 8-15) x (tokens 0-7, 8-15); rows past the tile stay inside the stage.
   const u32 lm = ((lane >> 3) & 1) * ks + ((lane >> 4) * 8 + (lane & 7)) * 16;
@@ -265,8 +288,8 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
 #pragma unroll 1
   for (int c = 0; c < chunks; c++, pos++) {
     const int slot = pos % S;
-    // The scales of the next chunk are asked for one chunk ahead; with high bits beside them there is no room for that.
-    if (HIGH) load_scales<F>(a, it, row, c, q, sc);
+    // The scales of the next chunk are asked for one chunk ahead where registers have room for that.
+    if (!AHEAD) load_scales<F>(a, it, row, c, q, sc);
     else {
 #pragma unroll
       for (int i = 0; i < 4; i++) sc[i] = next[i];
@@ -297,22 +320,65 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
       wgmma_commit();
       wgmma_wait<1>();
     } else {
-      // The two groups of warps alternate: one sums while the other multiplies.
+      // Halves of the tokens alternate: one is multiplied while the other is added to the sums.
+      auto add = [&](const float(&t)[32], int u, int half) {
+        const int m = u & 1, gr = u >> 1;
+        const float s0 = group_scale<F>(sc[2 * m], gr), s1 = group_scale<F>(sc[2 * m + 1], gr);
 #pragma unroll
-      for (int gm = 0; gm < 2 * L::GROUPS; gm++) {
-        const int m = gm & 1, gr = gm >> 1;
+        for (int i = 0; i < 32; i++) acc[m][32 * half + i] = fmaf(i & 2 ? s1 : s0, t[i], acc[m][32 * half + i]);
+      };
+#pragma unroll
+      for (int u = 0; u < 2 * L::GROUPS; u++) {
+        const int m = u & 1, gr = u >> 1;
+        if (u) {
+          wgmma_wait<0>();
+          add(t1, u - 1, 1);
+        }
         frags<F>(sa, row + 64 * m, gr, g, q, ex[2 * m], ex[2 * m + 1], 4, f0);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < KS; k++) wgmma_n128(t, f0[k], b + (u64)(2 * (gr * KS + k) * ks >> 4), k > 0);
+        for (int k = 0; k < KS; k++) wgmma_n64(t0, f0[k], b + (u64)(2 * (gr * KS + k) * ks >> 4), k > 0);
         wgmma_commit();
-        wgmma_wait<0>();
-        const float s0 = group_scale<F>(sc[2 * m], gr), s1 = group_scale<F>(sc[2 * m + 1], gr);
 #pragma unroll
-        for (int i = 0; i < NA; i++) acc[m][i] = fmaf(i & 2 ? s1 : s0, t[i], acc[m][i]);
+        for (int k = 0; k < KS; k++) wgmma_n64(t1, f0[k], b + 64 + (u64)(2 * (gr * KS + k) * ks >> 4), k > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        add(t0, u, 0);
       }
+      wgmma_wait<0>();
+      add(t1, 2 * L::GROUPS - 1, 1);
       release(pos);
     }
+#elif defined(TILE_FP4)
+    // E2M1 x E2M1 with an E4M3 scale per 16 k of both, as stored: one instruction takes the chunk. Lane (g, q) gives half of block
+    // q/2 (and of block 2 + q/2): two words of a unit, whose low nibbles are row g and high ones row g + 8.
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      const u8* base = sa + ((row + 64 * m) >> 4) * 576;
+      u32 f[4], sfa = 0;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const u8* p = base + (2 * h + (q >> 1)) * 144 + (q & 1) * 64 + 4 * g;
+        const u32 x = *(const u32*)p, y = *(const u32*)(p + 32);
+        f[2 * h] = (x & 0x0f0f0f0fu) | (y & 0x0f0f0f0fu) << 4;
+        f[2 * h + 1] = (x >> 4 & 0x0f0f0f0fu) | (y & 0xf0f0f0f0u);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        if (k < units) sfa |= (u32)base[k * 144 + 128 + g + 8 * (q & 1)] << (8 * k);
+#pragma unroll
+      for (int j = 0; j < BN / 8; j += 2) {
+        if (j * 8 >= it.n) continue;
+        u32 b[4];
+        ldmatrix4(sx + lm + j * 128, b);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const u32 sfb = lds32(sx + 2 * ks + ((j + h) * 8 + g) * 4);
+          mma_fp4(*(float(*)[4])&acc[m][4 * (j + h)], f, b[2 * h], b[2 * h + 1], sfa, sfb);
+        }
+      }
+    }
+    release(pos);
 #else
 #pragma unroll
     for (int gm = 0; gm < 2 * L::GROUPS; gm++) {
@@ -382,7 +448,7 @@ template <int F> DEV void tile_body(const TileArgs& a) {
         const int slot = pos % S;
         const u32 sa = s_ring + slot * L::STAGE, full = s_bar + 8 * slot;
         if (pos >= S) mbar_wait(s_bar + 8 * (S + slot), ((pos / S) - 1) & 1);
-        const u32 xb = it.ntp * 128, rg = L::RG ? min(4, units_k - 4 * c) * 144 : 0;
+        const u32 xb = it.ntp * XB, rg = L::RG ? min(4, units_k - 4 * c) * 144 : 0;
         if (t == 0) {
           mbar_expect(full, xb + (L::RG ? groups * rg : 0));
           bulk_load(sa + L::A_BYTES, it.x + (size_t)c * xb, xb, full);

@@ -8,6 +8,8 @@ pub mod driver;
 pub mod error;
 pub mod kernels;
 pub mod oracle;
+#[cfg(test)]
+mod ptxas;
 pub mod selftest;
 
 pub use driver::{Device, DeviceBuffer, DeviceInfo, driver_present};

@@ -140,6 +140,8 @@ pub struct GemvPlan {
     pub pitch: usize,
     /// Slots for scales and high bits of a tile.
     pub side_slots: usize,
+    /// High bits are read from device memory where they are used: a tile of long rows does not fit.
+    pub high_direct: bool,
     /// Activations are held in shared memory.
     pub x_smem: bool,
     /// Dynamic shared memory.
@@ -178,6 +180,7 @@ impl GemvPlan {
         t: &GemvTuning,
     ) -> Result<Self> {
         let (ring_cap, chunk) = (t.ring, t.chunk);
+        let info = &DeviceInfo { shared_per_block: info.shared_per_block.min(t.shared), ..info.clone() };
         let shape = |what: String| CudaError::Shape { kernel: "gemv", what };
         if cols == 0 || cols > 64 {
             return Err(shape(format!("1-64 columns, got {cols}")));
@@ -231,8 +234,9 @@ impl GemvPlan {
         let x_pad = if f.step() == 32 { 64 } else { 16 };
         let x_bytes = cols * (up(2 * k_pad, 128) + x_pad);
         let (_, high, scale) = f.row_bytes(k_pad);
-        let side = up(16 * scale, 128) + up(16 * high, 128);
-        let fits = |chunk: usize, stages: usize, x: usize| {
+        let scale = if f == WeightFormat::Fp8Block { 0 } else { scale };
+        let side = |direct: bool| up(16 * scale, 128) + if direct { 0 } else { up(16 * high, 128) };
+        let fits = |chunk: usize, stages: usize, x: usize, side: usize| {
             let pitch = pad_to(chunk * f.step_bytes(), if lane16 { 64 } else { 32 });
             let chunks = steps.div_ceil(chunk);
             let slots = if side == 0 { 0 } else { (stages - 1).div_ceil(chunks) + 1 };
@@ -240,7 +244,10 @@ impl GemvPlan {
             (shared <= info.shared_per_block).then_some((pitch, slots, shared))
         };
         // Activations in shared memory with a comfortable ring, then without, then with the shallowest ring that works.
-        for (x_smem, shallow) in [(true, false), (false, false), (false, true)] {
+        let tries = [(true, false), (false, false), (false, true)];
+        for (x_smem, shallow, direct) in
+            tries.map(|t| (t.0, t.1, false)).into_iter().chain(tries.map(|t| (t.0, t.1, true)))
+        {
             if x_smem && x_bytes > info.shared_per_block / 2 {
                 continue;
             }
@@ -257,7 +264,7 @@ impl GemvPlan {
                     if stages > least && stages * 16 * chunk * f.step_bytes() > ring_cap {
                         continue;
                     }
-                    if let Some((pitch, side_slots, shared)) = fits(chunk, stages, x) {
+                    if let Some((pitch, side_slots, shared)) = fits(chunk, stages, x, side(direct)) {
                         let grid = n.div_ceil(16).min(info.multiprocessors as usize);
                         return Ok(GemvPlan {
                             tiles,
@@ -265,6 +272,7 @@ impl GemvPlan {
                             chunk_steps: chunk,
                             pitch,
                             side_slots,
+                            high_direct: direct,
                             x_smem,
                             shared,
                             grid,
@@ -281,6 +289,8 @@ impl GemvPlan {
 /// Tunables of [`GemvPlan`]; none changes a bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemvTuning {
+    /// Bytes of shared memory a block may use, at most (fewer than the device has: to try the plans of smaller parts).
+    pub shared: usize,
     /// Bytes of all rings of a multiprocessor, at most (never less than the fewest stages).
     pub ring: usize,
     /// Steps of K in a stage, at most (a multiple of 16); none: whole rows where they fit.
@@ -291,7 +301,7 @@ pub struct GemvTuning {
 
 impl Default for GemvTuning {
     fn default() -> Self {
-        GemvTuning { ring: Gemv::RING, chunk: None, per_sm: 2 }
+        GemvTuning { shared: usize::MAX, ring: Gemv::RING, chunk: None, per_sm: 2 }
     }
 }
 
@@ -361,7 +371,8 @@ impl Gemv {
         let (cp, hp, _) = w.format.row_bytes(w.k_pad);
         let sp = w.format.scale_pitch(w.k_pad);
         let p = &self.plan;
-        let mode = usize::from(out == Out::F32) | usize::from(w.divide) << 1;
+        let mode =
+            usize::from(out == Out::F32) | usize::from(w.divide) << 1 | usize::from(p.high_direct) << 2;
         let ptr = |b: &Option<DeviceBuffer>| b.as_ref().map_or(0, DeviceBuffer::ptr);
         let args = Args::new()
             .ptr(w.codes.ptr())
@@ -408,13 +419,6 @@ mod tests {
                 ] {
                     for cols in [1, 8, 9, 16, 33, 64] {
                         let p = GemvPlan::new(f, n, k, cols, &info(shared), Gemv::RING);
-                        // The high bits of a whole tile stay in shared memory: long q5 and q6 rows need the larger one.
-                        if shared < 200_000
-                            && k > 2560
-                            && matches!(f, WeightFormat::Q5G64 | WeightFormat::Q6G64)
-                        {
-                            continue;
-                        }
                         let p = p.unwrap_or_else(|e| panic!("{f:?} {n}x{k} {cols} columns, {shared}: {e}"));
                         assert!(p.shared <= shared && p.stages >= 2);
                         assert!(p.chunk_steps == k / f.step() || p.chunk_steps.is_multiple_of(16));

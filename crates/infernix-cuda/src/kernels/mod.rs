@@ -7,7 +7,6 @@ pub mod attention;
 pub mod attention8;
 pub mod experts;
 pub mod gdn;
-pub mod gemm;
 pub mod ggml;
 pub mod hyper;
 pub mod linear;

@@ -15,6 +15,9 @@ pub enum TileFormat {
     Rows(WeightFormat),
     /// NVFP4 expert records: units of 16 rows x 16 k, gate and up rows alternating.
     Rg16,
+    /// The same records by block-scaled FP4 products, W4A4 only: sm_120a. Its arithmetic is checked by a model on the CPU
+    /// (`oracle::fp4`); it has not run on hardware.
+    Rg16Fp4,
 }
 
 impl TileFormat {
@@ -22,7 +25,7 @@ impl TileFormat {
     pub fn tag(self) -> &'static str {
         match self {
             Self::Rows(f) => f.tag(),
-            Self::Rg16 => "rg16",
+            Self::Rg16 | Self::Rg16Fp4 => "rg16",
         }
     }
 
@@ -30,7 +33,7 @@ impl TileFormat {
     fn tile_bytes(self) -> usize {
         match self {
             Self::Rows(f) => 256 * f.row_bytes(64).0,
-            Self::Rg16 => 16 * 4 * 144,
+            Self::Rg16 | Self::Rg16Fp4 => 16 * 4 * 144,
         }
     }
 
@@ -41,6 +44,7 @@ impl TileFormat {
             Self::Rows(WeightFormat::Fp8Row | WeightFormat::Fp8Block) => Packing::K64,
             Self::Rows(_) => Packing::K64Pairs,
             Self::Rg16 => Packing::K16,
+            Self::Rg16Fp4 => Packing::Fp4,
         }
     }
 }
@@ -56,6 +60,8 @@ pub enum Packing {
     K64Pairs,
     /// Lanes take 4 of 16, in pairs two apart.
     K16,
+    /// E2M1 codes and E4M3 scales.
+    Fp4,
 }
 
 /// Rows of a call sorted by expert, device addresses. Made by [`Sort::launch`].
@@ -191,20 +197,29 @@ pub struct Tile {
 impl Tile {
     /// The fastest instance for the device.
     pub fn new(dev: &Arc<Device>, f: TileFormat) -> Result<Self> {
-        Self::with(dev, f, has_wgmma(dev))
+        Self::with(dev, f, has_wgmma(dev) && f != TileFormat::Rg16Fp4)
     }
 
     /// With wgmma (sm_90a) or with mma.sync (all). A [`Sort`] for it needs the same width.
     pub fn with(dev: &Arc<Device>, f: TileFormat, wgmma: bool) -> Result<Self> {
         let width = if wgmma { 128 } else { 64 };
-        let stage = f.tile_bytes() + width * 128;
+        let fp4 = f == TileFormat::Rg16Fp4;
+        let stage = f.tile_bytes() + width * if fp4 { 36 } else { 128 };
         let stages = ((dev.info().shared_per_block - 128) / stage).min(8);
-        let name = format!("tile{}_{}", if wgmma { "w" } else { "" }, f.tag());
+        let variant = if fp4 {
+            "4"
+        } else if wgmma {
+            "w"
+        } else {
+            ""
+        };
+        let name = format!("tile{variant}_{}", f.tag());
         let pack = match f.packing() {
             Packing::K32 => "pack_32",
             Packing::K64 => "pack_64",
             Packing::K64Pairs => "pack_64p",
             Packing::K16 => "pack_16",
+            Packing::Fp4 => "pack_fp4",
         };
         Ok(Tile {
             kernel: dev.kernel(&name, 128 + stages * stage)?,
@@ -264,7 +279,9 @@ impl Tile {
         self.fits("pack", k.is_multiple_of(8) && x_pitch.is_multiple_of(8), k, x_pitch)?;
         let (input, which, divisor) =
             quantise.map_or((0, 0, 0), |q| (q.input, if q.down { 2 } else { 0 }, usize::from(q.divisor)));
-        self.fits("pack: quantised", quantise.is_none() || k.is_multiple_of(16), k, x_pitch)?;
+        let fp4 = self.format == TileFormat::Rg16Fp4;
+        let whole = if quantise.is_some() { k.is_multiple_of(16) } else { !fp4 };
+        self.fits("pack: quantised", whole, k, x_pitch)?;
         let args = Args::new().ptr(x).ptr(o.jobs).ptr(o.count).ptr(if top == 0 { 0 } else { o.list });
         let args = args.ptr(input).ptr(packed).ints(&[x_pitch, k, 0, top.max(1), which, divisor]);
         s.launch(&self.pack, [k.div_ceil(64) as u32, max_jobs as u32, 1], self.width as u32, pdl, &args)
@@ -315,9 +332,9 @@ impl Tile {
                 let (c, h, _) = f.row_bytes(w.k_pad);
                 (c, h, f.scale_pitch(w.k_pad))
             }
-            TileFormat::Rg16 => (0, 0, 0),
+            TileFormat::Rg16 | TileFormat::Rg16Fp4 => (0, 0, 0),
         };
-        let rg = self.format == TileFormat::Rg16;
+        let rg = matches!(self.format, TileFormat::Rg16 | TileFormat::Rg16Fp4);
         let ok = w.k.is_multiple_of(8)
             && if rg {
                 w.n.is_multiple_of(16) && w.k.is_multiple_of(16) && w.half == 0

@@ -71,6 +71,12 @@ pub fn quantise(x: &[u16], g: f32, divisor: bool) -> A4 {
 }
 
 impl A4 {
+    /// Doubled codes and E4M3 scale words.
+    pub fn words(&self) -> (Vec<i32>, Vec<u8>) {
+        let word = |s: &i64| e4m3_encode(*s as f32 / 512.0);
+        (self.codes.clone(), self.scales.iter().map(word).collect())
+    }
+
     /// Code times block scale, without the input scale.
     pub fn values(&self) -> Vec<f64> {
         let value = |(i, c): (usize, &i32)| f64::from(*c) * 0.5 * self.scales[i / 16] as f64 / 512.0;

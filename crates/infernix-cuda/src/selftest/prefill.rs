@@ -1,75 +1,9 @@
-//! Prefill linears and dense prefill attention.
+//! Dense prefill attention.
 
 use super::Run;
-use super::linear::{linear_share, sample};
 use crate::error::Result;
 use crate::kernels::attention::{Attention, Paging};
-use crate::kernels::gemm::Gemm;
-use crate::kernels::linear::{Out, WeightFormat};
-use crate::oracle::Words;
 use crate::oracle::num::{bf16, parallel, rbf, sigmoid};
-
-/// Bounds at real and odd shapes, then rates at 8,192 rows.
-pub(super) fn gemm(run: &mut Run) -> Result<()> {
-    for f in WeightFormat::ALL {
-        if matches!(f, WeightFormat::Fp8Block | WeightFormat::Mxfp8) {
-            continue; // tile products only
-        }
-        let g = Gemm::new(&run.dev, f)?;
-        for (n, k, rows) in [
-            (2560usize, 2560usize, 300usize),
-            (320, 10240, 129),
-            (1280, 320, 257),
-            (48, 2560, 64),
-            (37, 1088, 5),
-        ] {
-            let w = Words::random(&mut run.rng, f, n, k, if f == WeightFormat::Bf16 { 32 } else { 128 });
-            let lin = w.upload(&run.dev)?;
-            let (xp, yp) = (k + 8, n + 3);
-            let x = run.rng.bf16(rows * xp, 1.0);
-            let dx = run.dev.upload(&x)?;
-            let y = run.dev.alloc(rows * yp * 2)?;
-            g.launch(&run.stream, &lin, dx.ptr(), xp, rows, y.ptr(), yp, Out::Bf16, false)?;
-            run.stream.synchronize()?;
-            let got: Vec<u16> = y.read(0, rows * yp)?;
-            let some = sample(&mut run.rng, n, 80);
-            let share =
-                linear_share(&w, &some, &x, xp, k, rows, false, |c, r| f64::from(bf16(got[c * yp + r])));
-            run.check("gemm", format!("{} {n}x{k}, {rows} rows", f.tag()), share, false);
-            let unwritten =
-                (0..rows).flat_map(|t| (0..n).map(move |r| t * yp + r)).filter(|i| got[*i] == 0xFFFF).count();
-            run.check(
-                "gemm",
-                format!("{} {n}x{k}, {rows} rows: all written", f.tag()),
-                unwritten as f64,
-                true,
-            );
-        }
-    }
-    if run.bench {
-        let t = 8192usize;
-        for (f, n, k) in [
-            (WeightFormat::Bf16, 16384usize, 2560usize),
-            (WeightFormat::Bf16, 2560, 6144),
-            (WeightFormat::Q8G32, 16384, 2560),
-            (WeightFormat::Q8G32, 2560, 6144),
-            (WeightFormat::Q4G64, 16384, 2560),
-            (WeightFormat::Q6G64, 16384, 2560),
-            (WeightFormat::Nvfp4, 34816, 5120),
-            (WeightFormat::Nvfp4, 5120, 17408),
-            (WeightFormat::Fp8Row, 16384, 2560),
-        ] {
-            let lin = Words::random(&mut run.rng, f, n, k, 128).upload(&run.dev)?;
-            let x = run.dev.upload(&run.rng.bf16(t * k, 1.0))?;
-            let y = run.dev.alloc(t * n * 2)?;
-            let g = Gemm::new(&run.dev, f)?;
-            let us =
-                run.time(1, |_| g.launch(&run.stream, &lin, x.ptr(), k, t, y.ptr(), n, Out::Bf16, true))?;
-            run.timed_flops("gemm", format!("{} {n}x{k}, {t} rows", f.tag()), us, 2.0 * (n * k * t) as f64);
-        }
-    }
-    Ok(())
-}
 
 /// Dense causal attention of a chunk behind earlier keys.
 pub(super) fn attention(run: &mut Run) -> Result<()> {

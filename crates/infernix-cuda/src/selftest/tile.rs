@@ -3,12 +3,12 @@
 use super::Run;
 use super::experts::{Layer, layer, permutation, zipf_ids};
 use super::linear::{linear_share, sample};
-use crate::driver::DeviceBuffer;
+use crate::driver::{Args, DeviceBuffer};
 use crate::error::Result;
 use crate::kernels::linear::{Out, WeightFormat};
 use crate::kernels::tile::{Epilogue, ExpertPlanes, Quantise, Sort, Sorted, Tile, TileFormat};
 use crate::oracle::num::{bf16, bf16_half_ulp, parallel};
-use crate::oracle::{Rng, Words, w4a4};
+use crate::oracle::{Rng, Words, fp4, w4a4};
 
 /// Both instances where the device has both.
 fn instances(run: &Run) -> &'static [bool] {
@@ -163,6 +163,8 @@ struct Call {
     max_jobs: usize,
     places: usize,
     sorted: Sorted,
+    jobs: DeviceBuffer,
+    count: DeviceBuffer,
     _bufs: Vec<DeviceBuffer>,
 }
 
@@ -198,8 +200,8 @@ fn route(run: &mut Run, e: usize, top: usize, ids: Vec<i32>, width: usize) -> Re
     bad += usize::from(gc != [jobs_want.len() as i32 / 4, picks as i32]);
     run.check("sort", format!("{e} experts, {rows} rows of {top}, width {width}"), bad as f64, true);
     let places = sort.max_places(rows);
-    let bufs = vec![jobs, count, base, list, slot];
-    Ok(Call { ids, top, list: want, max_jobs, places, sorted, _bufs: bufs })
+    let bufs = vec![base, list, slot];
+    Ok(Call { ids, top, list: want, max_jobs, places, sorted, jobs, count, _bufs: bufs })
 }
 
 /// Worst error over bound of sampled outputs `y[place][row]`: inputs `x(place)`.
@@ -316,6 +318,36 @@ fn layer_case(
     Ok(gy)
 }
 
+/// Activations packed for FP4 products: the bytes of the model.
+fn packed_fp4(run: &mut Run, l: &Layer, call: &Call, x: &[u16], h: usize) -> Result<()> {
+    let pack = run.dev.kernel("pack_fp4", 0)?;
+    let dx = run.dev.upload(x)?;
+    let out = run.dev.alloc(call.places * h.div_ceil(64) * 36)?;
+    let o = call.sorted;
+    let args =
+        Args::new().ptr(dx.ptr()).ptr(o.jobs).ptr(o.count).ptr(o.list).ptr(l.table.input).ptr(out.ptr());
+    let args = args.ints(&[h, h, 0, call.top, 0, usize::from(l.table.divisor)]);
+    run.stream.launch(&pack, [h.div_ceil(64) as u32, call.max_jobs as u32, 1], 128, false, &args)?;
+    run.stream.synchronize()?;
+    let jobs: Vec<i32> = call.jobs.read(0, call.max_jobs * 4)?;
+    let counts: Vec<i32> = call.count.read(0, 2)?;
+    let mut bad = 0;
+    for j in jobs.chunks_exact(4).take(counts[0] as usize) {
+        let s = &l.scales[j[0] as usize];
+        let rows: Vec<_> = (j[1]..j[1] + j[2])
+            .map(|p| {
+                let row = call.list[p as usize] as usize / call.top;
+                w4a4::quantise(&x[row * h..][..h], s.input[0], s.divisor).words()
+            })
+            .collect();
+        let want = fp4::Packed::new(&rows, h);
+        let got: Vec<u8> = out.read(j[3] as usize * h.div_ceil(64) * 36, want.bytes().len())?;
+        bad += got.iter().zip(want.bytes()).filter(|(a, b)| a != b).count();
+    }
+    run.check("pack_fp4", format!("{} picks of {h}", call.ids.len()), bad as f64, true);
+    Ok(())
+}
+
 /// Grouped experts of every format, W4A4 and 16-bit activations.
 pub(super) fn experts(run: &mut Run) -> Result<()> {
     let shapes: &[(usize, usize, usize, usize, usize, bool)] = &[
@@ -352,6 +384,7 @@ pub(super) fn experts(run: &mut Run) -> Result<()> {
         for &wg in instances(run) {
             let call = route(run, e, top, ids.clone(), if wg { 128 } else { 64 })?;
             let one = route(run, e, top, ids[..top].to_vec(), if wg { 128 } else { 64 })?;
+            packed_fp4(run, &l, &call, &x, h)?;
             for a4 in [true, false] {
                 let q = a4.then_some((&l.scales[..], l.table.input));
                 let case = format!(
