@@ -4,8 +4,8 @@
 // Where a register of the fragments comes from, by format: see Fmt and Tile. Slot q of unit u holds two values of k within 64.
 enum { O_32 = 0, O_64 = 1, O_64P = 2, O_16 = 3 };
 
-// Tile of `n` tokens (row r of tile t: jobs ? list[first + r] / top or first + r : t * width + r) to [k/8][token][8] a chunk of 64 k,
-// k permuted. With in_scale, blocks of 16 are quantised to E2M1 x E4M3 with the expert's input scale and stored as those exact
+// Tile of `n` tokens (row r of tile t: jobs ? list[first + r] / top or first + r : t * width + r) to [token][64 k] a chunk, k
+// permuted and 16-byte units swapped by the token's place in eight. With in_scale, blocks of 16 are quantised to E2M1 x E4M3 with the expert's input scale and stored as those exact
 // products. grid (chunks of 64, tiles), width threads.
 template <int O>
 DEV void pack_body(const u16* __restrict__ x, const int* __restrict__ jobs, const int* __restrict__ count, const int* __restrict__ list,
@@ -20,7 +20,7 @@ DEV void pack_body(const u16* __restrict__ x, const int* __restrict__ jobs, cons
     expert = j.x, first = j.y, n = j.z, base = j.w;
   }
   const int ntp = (n + 7) & ~7;
-  if (r >= ntp) return;
+  __shared__ uint4 tile_rows[128 * 8];  // a thread a token in, consecutive bytes out
   u32 v[32];
   const int row = r < n ? (list ? list[first + r] / top : first + r) : -1;
 #pragma unroll
@@ -50,7 +50,6 @@ DEV void pack_body(const u16* __restrict__ x, const int* __restrict__ jobs, cons
     if (d == 1) return v[k >> 1];
     return __byte_perm(v[k >> 1], v[(k + d) >> 1], k & 1 ? 0x7632 : 0x5410);
   };
-  u8* o = out + (size_t)base * chunks * 128 + (size_t)c * ntp * 128 + r * 16;
 #pragma unroll
   for (int u = 0; u < 8; u++) {
     const int m = u >> 1, h = u & 1;
@@ -62,8 +61,11 @@ DEV void pack_body(const u16* __restrict__ x, const int* __restrict__ jobs, cons
       else if (O == O_64P) w[q] = pair(16 * q + 8 * (m >> 1) + (2 * m + h) % 4, 4);
       else w[q] = pair(16 * m + 4 * q + h, 2);
     }
-    *(uint4*)(o + (size_t)u * ntp * 16) = make_uint4(w[0], w[1], w[2], w[3]);
+    tile_rows[r * 8 + (u ^ (r & 7))] = make_uint4(w[0], w[1], w[2], w[3]);
   }
+  __syncthreads();
+  uint4* o = (uint4*)(out + ((size_t)base * chunks + (size_t)c * ntp) * 128);
+  for (int i = r; i < ntp * 8; i += width) o[i] = tile_rows[i];
 }
 
 #define PACK(NAME, O)                                                                                                      \

@@ -3,8 +3,8 @@
 // A block makes 256 weight rows x up to BN tokens: two groups of four warps, each with two tiles of 64 rows, warp w of a
 // group holding rows 16w..16w+15 of both, and a third group that keeps a ring of stages of 64 k filled across tiles.
 // Weights enter as stored and become exact BF16 fragments in registers; group scales multiply the FP32 sum of their k.
-// Activations arrive packed (pack.cu): per tile [k/8][token][8] with k permuted within 64 as the fragments are, so a stage is one
-// bulk copy and serves ldmatrix and wgmma alike. Both variants hold fragments and sums in the same registers.
+// Activations arrive packed (pack.cu): per tile [token][64 k], swizzled, with k permuted within 64 as the fragments are, so a stage
+// is one bulk copy and serves ldmatrix and wgmma alike. Both variants hold fragments and sums in the same registers.
 #pragma once
 #include "gemv_core.cuh"
 #include "w4a4.cuh"
@@ -261,7 +261,7 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
                                    int lane, float (&acc)[2][NA]) {
   using L = Tile<F>;
   const int g = lane >> 2, q = lane & 3, row = wg * 128 + wq * 16 + g, S = a.stages;
-  const u32 ks = it.ntp * 16;
+  const u32 ks = it.ntp * 16;  // FP4: bytes of a half
   constexpr int KS = 4 / L::GROUPS;
   constexpr bool HIGH = F == F_Q5 || F == F_Q6, AHEAD = !HIGH && F != F_Q8;
 #pragma unroll
@@ -283,7 +283,11 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
     for (int i = 0; i < 32; i++) t0[i] = t1[i] = 0;
 #else
   // ldmatrix: matrices (k 0-7, 8-15) x (tokens 0-7, 8-15); rows past the tile stay inside the stage.
+#ifdef TILE_FP4
   const u32 lm = ((lane >> 3) & 1) * ks + ((lane >> 4) * 8 + (lane & 7)) * 16;
+#else
+  const u32 lm = ((lane >> 4) * 8 + (lane & 7)) * 128, lu = (lane >> 3) & 1;
+#endif
 #endif
 #pragma unroll 1
   for (int c = 0; c < chunks; c++, pos++) {
@@ -303,20 +307,20 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
     const u32 sx = s_ring + slot * L::STAGE + L::A_BYTES;
     const int units = ((a.K + 15) >> 4) - 4 * c;
 #ifdef TILE_WGMMA
-    const u64 b = wgmma_desc(sx, ks);
+    const u64 b = wgmma_desc(sx);
     if constexpr (!L::GROUP) {
       // One group of products is always in flight while the fragments of the next are made.
       frags<F>(sa, row, 0, g, q, ex[0], ex[1], units, f0);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; k++) wgmma_n128(acc[0], f0[k], b + (u64)(2 * k * ks >> 4), 1);
+      for (int k = 0; k < 4; k++) wgmma_n128(acc[0], f0[k], b + 2 * k, 1);
       wgmma_commit();
       wgmma_wait<1>();
       if (c) release(pos - 1);
       frags<F>(sa, row + 64, 0, g, q, ex[2], ex[3], units, f1);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; k++) wgmma_n128(acc[1], f1[k], b + (u64)(2 * k * ks >> 4), 1);
+      for (int k = 0; k < 4; k++) wgmma_n128(acc[1], f1[k], b + 2 * k, 1);
       wgmma_commit();
       wgmma_wait<1>();
     } else {
@@ -337,10 +341,10 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
         frags<F>(sa, row + 64 * m, gr, g, q, ex[2 * m], ex[2 * m + 1], 4, f0);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < KS; k++) wgmma_n64(t0, f0[k], b + (u64)(2 * (gr * KS + k) * ks >> 4), k > 0);
+        for (int k = 0; k < KS; k++) wgmma_n64(t0, f0[k], b + 2 * (gr * KS + k), k > 0);
         wgmma_commit();
 #pragma unroll
-        for (int k = 0; k < KS; k++) wgmma_n64(t1, f0[k], b + 64 + (u64)(2 * (gr * KS + k) * ks >> 4), k > 0);
+        for (int k = 0; k < KS; k++) wgmma_n64(t1, f0[k], b + 512 + 2 * (gr * KS + k), k > 0);
         wgmma_commit();
         wgmma_wait<1>();
         add(t0, u, 0);
@@ -393,7 +397,7 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
 #pragma unroll
         for (int k = 0; k < KS; k++) {
           u32 b[4];
-          ldmatrix4(sx + lm + 2 * (gr * KS + k) * ks + j * 128, b);
+          ldmatrix4(sx + lm + j * 1024 + (((2 * (gr * KS + k) + lu) ^ (lane & 7)) << 4), b);
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             float(&d)[4] = L::GROUP ? t[h] : *(float(*)[4])&acc[m][4 * (j + h)];
@@ -423,8 +427,8 @@ template <int F> DEV void tile_body(const TileArgs& a) {
   using L = Tile<F>;
   extern __shared__ __align__(128) u8 smem[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, S = a.stages;
-  const u32 s_bar = smem_u32(smem), s_ring = s_bar + 128;
-  u8* ring = smem + 128;
+  const u32 s_bar = smem_u32(smem), s_ring = (s_bar + 128 + 1023) & ~1023;  // swizzled tiles start at multiples of 1,024
+  u8* ring = smem + (s_ring - s_bar);
   const int chunks = (a.kx + 63) >> 6;
   if (tid == 0) {
     for (int i = 0; i < S; i++) mbar_init(s_bar + 8 * i, L::RG ? 1 : 129), mbar_init(s_bar + 8 * (S + i), 8);

@@ -1,14 +1,16 @@
 // Warpgroup products of sm_90a: A (weights) in registers, B (activations) in shared memory.
 //
 // D is 64 x n: warp w of the group holds rows 16w + g and 16w + g + 8, columns 8j + 2q, +1, as mma m16n8k16 does; so are A's
-// registers. B is stored [k/8][n][8] without swizzle: `k_stride` bytes between blocks of 8 k, 128 between 8 columns.
+// registers. B is stored
+// [n][64 k], the 16-byte units of row n swapped by n mod 8 (128-byte swizzle), from a multiple of 1,024 bytes; k16 step i starts 32 i in.
 #pragma once
 #include "common.cuh"
 
 DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-DEV u64 wgmma_desc(u32 addr, u32 k_stride) { return (u64)((addr & 0x3ffff) >> 4) | (u64)(k_stride >> 4) << 16 | (u64)(128 >> 4) << 32; }
+// Rows of 64 k (128 B), units of 16 B swizzled by the row's place in eight; eight rows are 1,024 B.
+DEV u64 wgmma_desc(u32 addr) { return (u64)((addr & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62; }
 
 // D (+)= A B; `keep` 0 starts from zero.
 DEV void wgmma_n128(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {

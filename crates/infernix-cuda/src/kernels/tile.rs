@@ -205,7 +205,8 @@ impl Tile {
         let width = if wgmma { 128 } else { 64 };
         let fp4 = f == TileFormat::Rg16Fp4;
         let stage = f.tile_bytes() + width * if fp4 { 36 } else { 128 };
-        let stages = ((dev.info().shared_per_block - 128) / stage).min(8);
+        // Barriers, then stages from a multiple of 1,024 bytes on.
+        let stages = ((dev.info().shared_per_block - 1152) / stage).min(8);
         let variant = if fp4 {
             "4"
         } else if wgmma {
@@ -222,7 +223,7 @@ impl Tile {
             Packing::Fp4 => "pack_fp4",
         };
         Ok(Tile {
-            kernel: dev.kernel(&name, 128 + stages * stage)?,
+            kernel: dev.kernel(&name, 1152 + stages * stage)?,
             pack: dev.kernel(pack, 0)?,
             format: f,
             width,
