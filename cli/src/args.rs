@@ -1,6 +1,10 @@
 //! The command line as typed: flags and their help, no checks beyond syntax. Turning it into finished objects is the
 //! commands' work.
 
+mod serve;
+
+pub(crate) use serve::{LoopGuard, ServeArgs};
+
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
@@ -52,6 +56,8 @@ pub(crate) enum Command {
     Card(CardArgs),
     /// Answer a prompt
     Run(RunArgs),
+    /// Serve the model over HTTP: OpenAI's and Anthropic's protocols, for agents and programs
+    Serve(Box<ServeArgs>),
     /// Write a model's logits over given token ids, for comparing engines
     Logits(LogitsArgs),
     /// Measure prompt and generation throughput in process
@@ -231,7 +237,7 @@ pub(crate) struct CardArgs {
     pub(crate) json: JsonArgs,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub(crate) struct ModelArgs {
     /// Artifact or checkpoint folder [default: $INFERNIX_MODEL, the only artifact here, or the bundled demo]
     pub(crate) model: Option<PathBuf>,
@@ -268,7 +274,7 @@ pub(crate) enum KvDtype {
     Int8,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[group(multiple = false)]
 pub(crate) struct ActivationArgs {
     /// Keep every activation at 16 bits
@@ -608,6 +614,8 @@ pub(crate) enum Generated {
     Cli,
     /// docs/recipe-list.md
     Recipes,
+    /// infernix.example.toml
+    Config,
 }
 
 #[derive(Debug, Clone, Copy, Args)]

@@ -2,6 +2,7 @@
 
 mod args;
 mod commands;
+mod config;
 mod output;
 mod progress;
 
@@ -13,6 +14,9 @@ use std::sync::{Arc, LazyLock};
 /// Set by Ctrl-C. Long work checks it between steps and stops in a state that can be resumed.
 static INTERRUPTED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
+/// Set while a server runs, which has its own answer to Ctrl-C.
+static SERVING: AtomicBool = AtomicBool::new(false);
+
 /// How a command ended when it did not fail.
 enum Outcome {
     /// Everything asked for was done and is in order.
@@ -22,9 +26,15 @@ enum Outcome {
 }
 
 fn main() -> ExitCode {
-    let cli = args::Cli::parse_from(args::arguments());
+    let cli = match config::expand(args::arguments()) {
+        Ok(arguments) => args::Cli::parse_from(arguments),
+        Err(error) => return failed(&error),
+    };
     // A second Ctrl-C ends the process at once: the state on disk is always resumable.
     let handler = ctrlc::set_handler(|| {
+        if SERVING.load(Ordering::SeqCst) {
+            return;
+        }
         if INTERRUPTED.swap(true, Ordering::SeqCst) {
             std::process::exit(130);
         }
@@ -37,18 +47,21 @@ fn main() -> ExitCode {
         Ok(Outcome::Mismatch) => ExitCode::from(1),
         // A reader that closes early, like `head`, is no failure of ours.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            let interrupted = INTERRUPTED.load(Ordering::SeqCst);
-            output::error(&output::error_text(&error));
-            ExitCode::from(if interrupted {
-                130
-            } else if is_usage(&error) {
-                2
-            } else {
-                1
-            })
-        }
+        Err(error) => failed(&error),
     }
+}
+
+/// Says an error and gives its exit code.
+fn failed(error: &anyhow::Error) -> ExitCode {
+    let interrupted = INTERRUPTED.load(Ordering::SeqCst);
+    output::error(&output::error_text(error));
+    ExitCode::from(if interrupted {
+        130
+    } else if is_usage(error) {
+        2
+    } else {
+        1
+    })
 }
 
 /// Whether what was typed is wrong, and not what was found.

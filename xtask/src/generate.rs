@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// What `infernix gen` is asked for, and the page it makes.
-const PAGES: [(&str, &str); 2] = [("cli", "docs/cli.md"), ("recipes", "docs/recipe-list.md")];
+const PAGES: [(&str, &str); 3] =
+    [("cli", "docs/cli.md"), ("recipes", "docs/recipe-list.md"), ("config", "infernix.example.toml")];
 
 /// Writes the pages; with `--check` only says which differ.
 pub(crate) fn run(args: &[String]) -> Result<(), Failure> {

@@ -11,6 +11,7 @@ pub(crate) fn run(args: &GenArgs) -> anyhow::Result<Outcome> {
     let page = match args.what {
         Generated::Cli => cli_page()?,
         Generated::Recipes => super::recipes::page()?,
+        Generated::Config => crate::config::example(),
     };
     output::print(&page)?;
     Ok(Outcome::Done)

@@ -16,6 +16,7 @@ mod model;
 mod plan;
 mod recipes;
 mod run;
+mod serve;
 mod verify;
 
 pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
@@ -29,6 +30,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
         Command::Clean(args) => files::clean(&args),
         Command::Card(args) => files::write_card(&args),
         Command::Run(args) => run::run(&args, progress),
+        Command::Serve(args) => serve::run(&args, progress),
         Command::Bench(args) => bench::run(&args, progress),
         Command::Logits(args) => logits::run(&args, progress),
         Command::Plan(args) => plan::run(&args, progress),

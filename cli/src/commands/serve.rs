@@ -1,0 +1,378 @@
+//! `infernix serve`: the model over HTTP.
+
+use super::engine::{engine_options, start_engine};
+use super::model::OpenModel;
+use crate::args::{LoopGuard, ProgressMode, ServeArgs};
+use crate::output::{self, Table, usage};
+use crate::{INTERRUPTED, Outcome, SERVING};
+use anyhow::Context as _;
+use infernix_engine::sched::{EngineApi, EngineOptions};
+use infernix_engine::state::{Bf16Codec, Int8Codec, KvCodec as _, KvFormat};
+use infernix_model::{Architecture, LayerKind, ModelConfig};
+use infernix_serve::{ApiKey, App, BUDGET_MESSAGE, LogOptions, ModelInfo, ReasoningLoop, ServeOptions};
+use infernix_text::{ChatFormat, EFFORTS, Family, Sampling};
+use serde_json::Value;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Context where neither the command line nor the model says less.
+const DEFAULT_CONTEXT: usize = 32_768;
+/// Agents send prompts of 20,000 tokens and more, and read files after that.
+const AGENT_CONTEXT: usize = 65_536;
+/// Within this time a second Ctrl-C means it.
+const TWICE: Duration = Duration::from_secs(5);
+
+pub(crate) fn run(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    // Everything that can be wrong on the command line is found before a model is opened.
+    let (addresses, loopback) = addresses(&args.http.host, args.http.port)?;
+    let keys = keys(args)?;
+    if !loopback && keys.is_empty() && !args.access.allow_no_auth {
+        return Err(usage(format!(
+            "{} is reachable from other machines: give keys (--api-key-file or INFERNIX_API_KEY), or say --allow-no-auth",
+            args.http.host
+        )));
+    }
+    let sampling = sampling(args)?;
+    let mut model_args = args.model.clone();
+    if model_args.model.is_none() {
+        model_args.model.clone_from(&args.config_model);
+    }
+    let open = OpenModel::new(&model_args, progress)?;
+    let format = open.chat_format()?;
+    let options = serve_options(args, keys, loopback, sampling, &format)?;
+    let text =
+        open.artifact.directory().components.get("text").context("the artifact has no text component")?;
+    let config = ModelConfig::from_json(&Value::Object(text.config.clone()))?;
+    let own = config.max_positions as usize;
+    let context = args.max_context.unwrap_or(DEFAULT_CONTEXT.min(own));
+    if context == 0 || context > own {
+        return Err(usage(format!("--max-context must lie in 1..={own}, the model's own limit")));
+    }
+    let lanes = args.sched.max_concurrency as usize;
+    let capacity = args.kv_capacity.unwrap_or(context * lanes);
+    if capacity < context {
+        return Err(usage(format!("--kv-capacity must be at least --max-context, {context}")));
+    }
+    if let Some(log) = &args.log.request_log_jsonl
+        && model_args.model.as_ref().is_some_and(|model| model == log)
+    {
+        return Err(usage("--request-log-jsonl names the model's own file"));
+    }
+    let engine_options = engine_options(&args.sched, &args.spec, &open, context)?;
+    let info = model_info(args, &open, &config);
+    output::note(&ledger(&open, &config, capacity, &engine_options, &options).to_string());
+    for warning in format.tokenizer().warnings() {
+        output::warn(warning);
+    }
+    if context < AGENT_CONTEXT {
+        output::note(&format!(
+            "context {context} tokens; coding agents want at least {AGENT_CONTEXT} (--max-context)"
+        ));
+    }
+    let engine = start_engine(&open, capacity, engine_options)?;
+    if INTERRUPTED.load(Ordering::SeqCst) {
+        anyhow::bail!("interrupted");
+    }
+    let id = info.id.clone();
+    let app = App::new(Arc::new(engine) as Arc<dyn EngineApi>, Arc::new(format), info, options)
+        .with_context(|| "the server cannot start (request log or grammars)")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name("http")
+        .enable_all()
+        .build()
+        .context("the HTTP threads cannot be started")?;
+    runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind(&*addresses)
+            .await
+            .with_context(|| format!("{}:{} cannot be listened on", args.http.host, args.http.port))?;
+        let address = listener.local_addr().context("the address is not known")?;
+        SERVING.store(true, Ordering::SeqCst);
+        output::note(&format!("{id} at http://{address}"));
+        infernix_serve::serve(Arc::clone(&app), listener, stop(&app)).await.context("serving failed")
+    })?;
+    output::note("stopped");
+    Ok(Outcome::Done)
+}
+
+/// What `--host` and `--port` mean, and whether only this machine can reach it.
+fn addresses(host: &str, port: u16) -> anyhow::Result<(Vec<SocketAddr>, bool)> {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    let found: Vec<SocketAddr> = match bare.parse::<IpAddr>() {
+        Ok(ip) => vec![SocketAddr::new(ip, port)],
+        Err(_) => (bare, port).to_socket_addrs().map_err(|e| usage(format!("--host {host}: {e}")))?.collect(),
+    };
+    if found.is_empty() {
+        return Err(usage(format!("--host {host} names no address")));
+    }
+    let loopback = found.iter().all(|a| a.ip().is_loopback());
+    Ok((found, loopback))
+}
+
+/// Keys of the file, the environment and the command line.
+fn keys(args: &ServeArgs) -> anyhow::Result<Vec<ApiKey>> {
+    let mut keys = Vec::new();
+    if let Some(path) = &args.access.api_key_file {
+        keys.extend(key_file(path)?);
+    }
+    if let Ok(key) = std::env::var("INFERNIX_API_KEY")
+        && !key.trim().is_empty()
+    {
+        keys.push(ApiKey { name: "environment".to_owned(), key: key.trim().to_owned() });
+    }
+    for (i, key) in args.access.api_key.iter().enumerate() {
+        if i == 0 {
+            output::warn(
+                "--api-key shows the key in process listings; --api-key-file or INFERNIX_API_KEY do not",
+            );
+        }
+        keys.push(ApiKey { name: format!("argument-{}", i + 1), key: key.clone() });
+    }
+    if keys.iter().any(|k| k.key.is_empty()) {
+        return Err(usage("a key must not be empty"));
+    }
+    Ok(keys)
+}
+
+fn key_file(path: &Path) -> anyhow::Result<Vec<ApiKey>> {
+    let shown = path.display();
+    let text = std::fs::read_to_string(path).with_context(|| format!("{shown} cannot be read"))?;
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt as _;
+        let mode =
+            std::fs::metadata(path).with_context(|| format!("{shown} cannot be read"))?.permissions().mode();
+        if mode & 0o077 != 0 {
+            output::warn(&format!("{shown} can be read by other users; `chmod 600` keeps its keys secret"));
+        }
+    }
+    let mut keys = Vec::new();
+    for (i, line) in text.lines().enumerate() {
+        if line.trim_start().starts_with('#') {
+            continue;
+        }
+        let mut words = line.split_whitespace();
+        match (words.next(), words.next(), words.next()) {
+            (None, ..) => {}
+            (Some(key), None, _) => keys.push(ApiKey { name: format!("key-{}", i + 1), key: key.to_owned() }),
+            (Some(name), Some(key), None) => keys.push(ApiKey { name: name.to_owned(), key: key.to_owned() }),
+            _ => return Err(usage(format!("{shown}, line {}: expected KEY or NAME KEY", i + 1))),
+        }
+    }
+    if keys.is_empty() {
+        return Err(usage(format!("{shown} has no keys")));
+    }
+    Ok(keys)
+}
+
+/// Sampling flags, in their ranges.
+fn sampling(args: &ServeArgs) -> anyhow::Result<Sampling> {
+    let s = &args.sampling;
+    let within = |name: &str, value: Option<f32>, low: f64, high: f64| match value.map(f64::from) {
+        Some(v) if !(low..=high).contains(&v) => Err(usage(format!("--{name} must lie in {low}..={high}"))),
+        value => Ok(value),
+    };
+    Ok(Sampling {
+        temperature: within("temperature", s.temperature, 0.0, 100.0)?,
+        top_p: within("top-p", s.top_p, 0.0, 1.0)?,
+        top_k: s.top_k,
+        min_p: within("min-p", s.min_p, 0.0, 1.0)?,
+        presence_penalty: within("presence-penalty", s.presence_penalty, -2.0, 2.0)?,
+        frequency_penalty: within("frequency-penalty", s.frequency_penalty, -2.0, 2.0)?,
+        repetition_penalty: within("repetition-penalty", s.repetition_penalty, 1e-3, 100.0)?,
+    })
+}
+
+fn serve_options(
+    args: &ServeArgs,
+    keys: Vec<ApiKey>,
+    loopback: bool,
+    sampling: Sampling,
+    format: &ChatFormat,
+) -> anyhow::Result<ServeOptions> {
+    let ms = Duration::from_millis;
+    let (h, a, n) = (&args.http, &args.access, &args.answers);
+    if let Some(effort) = &n.reasoning_effort {
+        if !EFFORTS.contains(&effort.as_str()) {
+            return Err(usage(format!("--reasoning-effort must be one of {}", EFFORTS.join(", "))));
+        }
+        if format.accepted_effort(effort).is_none() {
+            output::warn("the model's template has no efforts: --reasoning-effort changes nothing");
+        }
+    }
+    if h.max_requests_mib < h.max_request_mib {
+        return Err(usage("--max-requests-mib must be at least --max-request-mib"));
+    }
+    Ok(ServeOptions {
+        keys,
+        share_prefix_across_keys: a.share_prefix_across_keys,
+        cors: a.cors,
+        allowed_hosts: a.allow_host.clone(),
+        loopback,
+        max_request_bytes: (h.max_request_mib as usize) << 20,
+        max_bodies_bytes: (h.max_requests_mib as usize) << 20,
+        max_connections: h.max_connections as usize,
+        header_timeout: ms(h.header_timeout_ms),
+        body_timeout: ms(h.body_timeout_ms),
+        write_timeout: ms(h.write_timeout_ms),
+        request_timeout: (h.request_timeout_ms > 0).then(|| ms(h.request_timeout_ms)),
+        keep_alive: ms(h.keep_alive_ms),
+        drain_timeout: ms(h.drain_timeout_ms),
+        response_store_records: h.response_store_max_records,
+        response_store_bytes: h.response_store_mib.saturating_mul(1 << 20),
+        usage_chunk_choice: h.usage_chunk_choice,
+        default_max_tokens: n.default_max_tokens,
+        sampling,
+        seed: args.sampling.seed,
+        greedy: args.sampling.greedy,
+        no_thinking: n.no_thinking,
+        preserve_thinking: n.preserve_thinking,
+        reasoning_effort: n.reasoning_effort.clone(),
+        default_thinking_budget: n.default_thinking_budget,
+        thinking_budget_message: n
+            .thinking_budget_message
+            .clone()
+            .unwrap_or_else(|| BUDGET_MESSAGE.to_owned()),
+        reasoning_loop: match n.reasoning_loop {
+            LoopGuard::Off => ReasoningLoop::Off,
+            LoopGuard::Stop => ReasoningLoop::Stop,
+            LoopGuard::Conclude => ReasoningLoop::Conclude,
+        },
+        tolerant_tool_calls: n.tolerant_tool_calls,
+        metrics_vllm: h.metrics_compat.is_some(),
+        log: LogOptions {
+            file: args.log.request_log_jsonl.clone(),
+            max_bytes: args.log.request_log_max_mib.map(|n| n.saturating_mul(1 << 20)),
+            keep: args.log.request_log_keep as usize,
+        },
+    })
+}
+
+fn model_info(args: &ServeArgs, open: &OpenModel, config: &ModelConfig) -> ModelInfo {
+    let directory = open.artifact.directory();
+    let name = directory.metadata.as_ref().and_then(|m| m.get("name")?.as_str()).map(str::to_owned);
+    let mut by_format = std::collections::BTreeMap::<String, u64>::new();
+    let (mut bytes, mut parameters) = (0, 0);
+    for object in &directory.objects {
+        bytes += object.bytes;
+        if let infernix_artifact::ObjectKind::Tensor { shape, format, .. } = &object.kind {
+            *by_format.entry(format.clone()).or_default() += object.bytes;
+            parameters += shape.iter().product::<u64>();
+        }
+    }
+    let format = by_format.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(name, _)| name);
+    ModelInfo {
+        id: args.model_id.clone().or(name).unwrap_or_else(|| config.architecture.model_type().to_owned()),
+        vocabulary: config.vocab,
+        trained_context: config.max_positions,
+        embedding: config.hidden,
+        parameters,
+        bytes,
+        format: format.unwrap_or_default(),
+        // 35B-A3B is the mixture of this architecture with 2,048 columns.
+        family: if config.architecture == Architecture::Qwen35Moe && config.hidden == 2048 {
+            Family::Moe35b
+        } else {
+            Family::Standard
+        },
+    }
+}
+
+/// RAM that the server will use at most, each term with the flag that changes it.
+fn ledger(
+    open: &OpenModel,
+    config: &ModelConfig,
+    capacity: usize,
+    engine: &EngineOptions,
+    options: &ServeOptions,
+) -> Table {
+    let head = config.attention.head_dim as usize;
+    let row = match open.kv {
+        KvFormat::Int8 => Int8Codec.row_bytes(head),
+        _ => Bf16Codec.row_bytes(head),
+    };
+    let attention = config.layers.iter().filter(|l| **l == LayerKind::Attention).count();
+    let kv = capacity as u64 * attention as u64 * config.attention.kv_heads * 2 * row as u64;
+    let weights: u64 = open.artifact.directory().objects.iter().map(|o| o.bytes).sum();
+    let cached = |bytes: u64| if engine.cache.enabled { bytes } else { 0 };
+    let terms = [
+        ("weights, mapped from the artifact", weights, "another recipe"),
+        ("keys and values", kv, "--max-context, --max-concurrency, --kv-capacity, --kv-dtype"),
+        ("cached state snapshots, at most", cached(engine.cache.device_bytes), "--prefix-cache-device-mib"),
+        ("cached prefixes, at most", cached(engine.cache.host_bytes), "--prefix-cache-mib"),
+        ("stored responses, at most", options.response_store_bytes as u64, "--response-store-mib"),
+        ("request bodies, at most", options.max_bodies_bytes as u64, "--max-requests-mib"),
+    ];
+    let mut table = Table::new(&["RAM for", "bytes", "<changed by"]);
+    for (what, bytes, flag) in terms {
+        table.row([what.to_owned(), output::bytes(bytes), flag.to_owned()]);
+    }
+    let sum = terms.iter().map(|t| t.1).sum();
+    table.row(["together, at most".to_owned(), output::bytes(sum), String::new()]);
+    table
+}
+
+/// Ends when the server is to stop: SIGTERM, or two Ctrl-C within five seconds. A third ends the process at once.
+async fn stop(app: &App) {
+    let Ok(mut signals) = Signals::new() else {
+        output::warn("signals cannot be caught here: the process can only be killed");
+        return std::future::pending().await;
+    };
+    let mut first: Option<Instant> = None;
+    while !signals.next().await {
+        if first.is_some_and(|at| at.elapsed() < TWICE) {
+            break;
+        }
+        first = Some(Instant::now());
+        output::note(&format!(
+            "{} running; Ctrl-C again within 5 s to finish them, save the cache and stop",
+            output::counted(app.active_requests() as u64, "request")
+        ));
+    }
+    output::note("stopping; Ctrl-C once more ends at once without saving");
+    tokio::spawn(async move {
+        while signals.next().await {}
+        std::process::exit(130);
+    });
+}
+
+/// Ctrl-C and SIGTERM.
+#[cfg(unix)]
+struct Signals(tokio::signal::unix::Signal, tokio::signal::unix::Signal);
+
+#[cfg(unix)]
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        use tokio::signal::unix::{SignalKind, signal};
+        Ok(Self(signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?))
+    }
+
+    /// Waits for one; true for SIGTERM.
+    async fn next(&mut self) -> bool {
+        tokio::select! {
+            _ = self.0.recv() => false,
+            _ = self.1.recv() => true,
+        }
+    }
+}
+
+/// Ctrl-C.
+#[cfg(not(unix))]
+struct Signals;
+
+#[cfg(not(unix))]
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self)
+    }
+
+    async fn next(&mut self) -> bool {
+        if tokio::signal::ctrl_c().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+        false
+    }
+}
