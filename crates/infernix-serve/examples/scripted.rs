@@ -6,6 +6,7 @@
 //! text, as a model would read it.
 #![expect(clippy::print_stdout, reason = "tells the base URL to whoever started it")]
 
+use infernix_engine::cache::{Excerpt, Miss, MissCause};
 use infernix_engine::sched::{Event, Finish, Request, Sampled, ScriptedEngine, Status, Timings, Usage};
 use infernix_serve::{App, ModelInfo, ServeOptions, serve};
 use infernix_text::{ChatFormat, Resources};
@@ -78,7 +79,23 @@ fn play(format: &ChatFormat, request: &Request) -> Vec<Event> {
         top: top(id, n),
         watched: vec![-1.0; request.watch.len()],
     };
-    let mut events = vec![Event::Admitted { queued: Duration::ZERO, cached_tokens: 0, miss: None }];
+    // A cache that always holds a third of the prompt, and knows why not more.
+    let (n, mut other) = (request.prompt.len(), request.prompt.clone());
+    other[n / 2..].reverse();
+    let excerpt = |ids: &[u32]| Excerpt {
+        ids: ids[n / 2 - (n / 2).min(4)..(n / 2 + 4).min(n)].to_vec(),
+        before: (n / 2).min(4),
+    };
+    let miss = Miss {
+        shared: n / 2,
+        reused: n / 3,
+        cause: MissCause::Diverged,
+        cached: excerpt(&other),
+        prompt: excerpt(&request.prompt),
+    };
+    let cached_tokens = if request.prompt_logprobs.is_some() { 0 } else { n / 3 };
+    let mut events =
+        vec![Event::Admitted { queued: Duration::ZERO, cached_tokens, miss: Some(Box::new(miss)) }];
     if request.prompt_logprobs.is_some() {
         let scores = request.prompt.iter().enumerate().map(|(i, &id)| Sampled {
             logprob: (i > 0).then_some(-0.25),
@@ -91,7 +108,7 @@ fn play(format: &ChatFormat, request: &Request) -> Vec<Event> {
     let stop = request.stop_tokens.first().copied().unwrap_or_default();
     let reason =
         if given < ids.len() || request.max_tokens == 0 { Finish::Length } else { Finish::Stop(stop) };
-    let usage = Usage { prompt: request.prompt.len(), output: given, ..Usage::default() };
+    let usage = Usage { prompt: n, cached: cached_tokens, output: given, ..Usage::default() };
     events.push(Event::Finished { reason, usage, timings: Timings::default() });
     events
 }

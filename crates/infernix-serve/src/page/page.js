@@ -61,10 +61,11 @@ async function status() {
 }
 
 const CAUSES = {
-  never_seen: "Nothing like this prompt was read before.",
+  cold: "Nothing like this prompt was read before.",
   diverged: "An earlier prompt begins like this one and then differs.",
   no_snapshot: "The beginning is known, but no state was kept at that place.",
   evicted: "What was kept had to make room for other prompts.",
+  bypassed: "The request asked for no reuse.",
 };
 
 function showMiss(misses, request) {
