@@ -66,6 +66,7 @@ const CAUSES = {
   no_snapshot: "The beginning is known, but no state was kept at that place.",
   evicted: "What was kept had to make room for other prompts.",
   bypassed: "The request asked for no reuse.",
+  extended: "The prompt goes on where what was kept ends.",
 };
 
 function showMiss(misses, request) {
