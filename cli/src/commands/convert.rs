@@ -230,8 +230,9 @@ fn components(names: &[String]) -> anyhow::Result<Option<Vec<Component>>> {
         return Ok(None);
     }
     let parse = |name: &String| {
-        Component::from_name(name)
-            .ok_or_else(|| usage(format!("no component {name:?}; there are text, vision, mtp")))
+        Component::from_name(name).ok_or_else(|| {
+            usage(format!("no component {name:?}; there are text, vision, mtp, dflash, dflash2"))
+        })
     };
     names.iter().map(parse).collect::<anyhow::Result<Vec<_>>>().map(Some)
 }

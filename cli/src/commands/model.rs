@@ -75,7 +75,7 @@ fn artifacts_in(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 fn resolve(path: &Path, yes: bool, progress: ProgressMode) -> anyhow::Result<PathBuf> {
-    let is_checkpoint = path.is_dir() || path.extension().is_some_and(|e| e == "safetensors");
+    let is_checkpoint = path.is_dir() || path.extension().is_some_and(|e| e == "safetensors" || e == "gguf");
     if !is_checkpoint {
         if !path.exists() {
             bail!("{} does not exist", path.display());
@@ -273,6 +273,15 @@ fn backend(args: &ModelArgs) -> anyhow::Result<BackendKind> {
 
 /// The tokenizer of a checkpoint folder.
 pub(crate) fn tokenizer_from_folder(folder: &Path) -> anyhow::Result<Tokenizer> {
+    // A GGUF model has its tokenizer in its keys.
+    let gguf = Checkpoint::open(folder, &OpenOptions { headers_only_ok: true, ..OpenOptions::default() });
+    if let Ok(checkpoint) = gguf
+        && checkpoint.gguf().is_some()
+        && let Some(tokenizer) = checkpoint.file_bytes("tokenizer.json")?
+    {
+        let config = checkpoint.file_bytes("tokenizer_config.json")?;
+        return Ok(Tokenizer::from_json(&tokenizer, config.as_deref())?);
+    }
     let resources = Resources::from_folder(folder)?;
     Ok(Tokenizer::from_json(&resources.tokenizer, resources.tokenizer_config.as_deref())?)
 }

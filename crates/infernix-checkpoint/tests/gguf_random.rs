@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use infernix_checkpoint::gguf::{Gguf, names};
+use infernix_checkpoint::{Checkpoint, OpenOptions};
 use make::{File, kv_array, kv_text, kv_u32, split, tensor, text};
 use proptest::prelude::*;
 
@@ -54,6 +55,30 @@ fn exercise(bytes: &[u8]) -> bool {
             assert!(t.offset + t.bytes <= bytes.len() as u64, "{} lies beyond the file", t.name);
             let mut out = vec![0.0; t.elements() as usize];
             let _ = g.read_rows_f32(t, 0..t.rows(), &mut out);
+        }
+    }
+    // As a checkpoint: the view, what is generated from the keys, every tensor in uneven pieces.
+    if let Ok(c) = Checkpoint::open(&f.join("m.gguf"), &OpenOptions::default()) {
+        let _ = c.config();
+        for name in
+            ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
+        {
+            let _ = c.file_bytes(name);
+        }
+        for t in c.tensors() {
+            let mut out = vec![0; t.bytes as usize];
+            if c.read(t, 0..t.bytes, &mut out).is_ok() {
+                let (a, b) = (t.bytes / 3, t.bytes - t.bytes / 5);
+                let mut piece = vec![0; (b - a) as usize];
+                c.read(t, a..b, &mut piece).expect("a part of what was read");
+                assert_eq!(piece, out[a as usize..b as usize], "{}", t.name);
+            }
+            let origins = c.origins(t, 0..t.bytes);
+            assert!(origins.iter().all(|o| o.bytes.end <= bytes.len() as u64), "{}", t.name);
+        }
+        for weight in c.resolve_each().flatten() {
+            let mut out = vec![0.0; (weight.rows() * weight.row_len()) as usize];
+            let _ = weight.decode_rows_f32(0..weight.rows(), &mut out);
         }
     }
     assert!(start.elapsed() < Duration::from_secs(5), "opening took {:?}", start.elapsed());

@@ -177,6 +177,9 @@ impl Gguf {
     /// # Errors
     /// Another architecture; keys that are missing, of another type or contradict each other.
     pub fn config(&self) -> Result<serde_json::Value, CheckpointError> {
+        if names::vision::is_tower(self) {
+            return names::vision::config(self);
+        }
         config::config(self)
     }
 

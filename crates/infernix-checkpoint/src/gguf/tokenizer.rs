@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::Gguf;
 use super::config::shortest;
+use super::names::vision;
 use crate::CheckpointError;
 
 /// How text is split before the merges, by `tokenizer.ggml.pre`: the regular expression of the source's tokenizer.
@@ -32,6 +33,12 @@ const FILES: [&str; 4] =
 /// # Errors
 /// Keys of another type, a tokenizer of another kind, or what reading meets.
 pub(super) fn file(gguf: &Gguf, name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
+    if vision::is_tower(gguf) {
+        return match name {
+            "preprocessor_config.json" => Ok(Some(pretty(&vision::processor(gguf)?))),
+            _ => Ok(None),
+        };
+    }
     if !FILES.contains(&name) {
         return Ok(None);
     }
@@ -44,9 +51,13 @@ pub(super) fn file(gguf: &Gguf, name: &str) -> Result<Option<Vec<u8>>, Checkpoin
         "tokenizer_config.json" => tokens.config(gguf)?,
         _ => tokens.generation(gguf)?,
     };
-    let mut bytes = serde_json::to_vec_pretty(&value).unwrap_or_default();
+    Ok(Some(pretty(&value)))
+}
+
+fn pretty(value: &Value) -> Vec<u8> {
+    let mut bytes = serde_json::to_vec_pretty(value).unwrap_or_default();
     bytes.push(b'\n');
-    Ok(Some(bytes))
+    bytes
 }
 
 struct Tokens {

@@ -10,13 +10,15 @@ use std::ops::Range;
 use infernix_formats::ggml::GgmlType;
 
 use super::Gguf;
-use super::names::{HASH_CONSTANTS, Piece, TiledHeads, Values, map};
+use super::names::{HASH_CONSTANTS, Piece, TiledHeads, Values, map, vision};
 use crate::{CheckpointError, Dtype, Origin, TensorInfo};
 
 /// How the language model's tensors are called.
 const PREFIX: &str = "model.language_model.";
 /// Most experts of a layer that are believed.
 const MAX_EXPERTS: u64 = 1 << 16;
+/// Runs that a tensor is put together from at most (a patch embedding has one a channel, colour and frame).
+const MAX_RUNS: u64 = 1 << 20;
 /// Bytes read per step where rows are put together.
 const STEP_BYTES: u64 = 1 << 20;
 
@@ -96,7 +98,8 @@ impl View {
     /// As [`map`]; parts of one tensor that are of different types; a vector in blocks whose heads would have to move.
     pub(crate) fn new(gguf: Gguf) -> Result<(Self, Vec<TensorInfo>), CheckpointError> {
         let mut by_source: BTreeMap<String, Vec<Piece>> = BTreeMap::new();
-        for piece in map(&gguf, PREFIX)? {
+        let pieces = if vision::is_tower(&gguf) { vision::map(&gguf)? } else { map(&gguf, PREFIX)? };
+        for piece in pieces {
             by_source.entry(piece.source.clone()).or_default().push(piece);
         }
         let mut b = Builder { gguf: &gguf, list: Vec::new() };
@@ -374,12 +377,25 @@ impl Builder<'_> {
 
     fn tensor(&mut self, source: String, pieces: Vec<Piece>) -> Result<(), CheckpointError> {
         let shape = pieces.first().map(|p| p.source_shape.clone()).unwrap_or_default();
-        let parts = pieces.into_iter().map(|p| {
-            let rows = p.rows();
-            self.part(p, 0, rows)
-        });
-        let parts = parts.collect::<Result<_, _>>()?;
-        self.push(source, shape, parts)
+        let mut parts = Vec::new();
+        for piece in pieces {
+            // A part along an inner axis is a run of rows in each of the outer ones.
+            let (runs, rows) = match &piece.fill {
+                Some(slice) if slice.axis > 0 => {
+                    let runs: u64 = piece.source_shape[..slice.axis].iter().product();
+                    (runs, piece.rows().checked_div(runs).unwrap_or(0))
+                }
+                _ => (1, piece.rows()),
+            };
+            if runs > MAX_RUNS {
+                return Err(Self::fail(&piece, format!("shape {:?} is in more than {MAX_RUNS} runs", shape)));
+            }
+            for run in 0..runs {
+                parts.push((piece.source_row(run * rows), self.part(piece.clone(), run * rows, rows)?));
+            }
+        }
+        parts.sort_by_key(|p| p.0);
+        self.push(source, shape, parts.into_iter().map(|p| p.1).collect())
     }
 
     /// The experts of a stack `[E, rows, K]`, each cut into `matrices` of equal height.

@@ -163,3 +163,116 @@ fn a_gguf_without_its_compress_ratio_asks_for_the_source() {
         plan.warnings
     );
 }
+
+/// Writes the image tower of a checkpoint as llama.cpp's converter does: frames of the patch embedding apart.
+fn tower(from: &Path, to: &Path) {
+    let checkpoint =
+        infernix_checkpoint::Checkpoint::open(from, &infernix_checkpoint::OpenOptions::default()).unwrap();
+    let config = checkpoint.config().unwrap();
+    let v = &config["vision_config"];
+    let text = |s: &str| [&(s.len() as u64).to_le_bytes()[..], s.as_bytes()].concat();
+    let mut pairs: Vec<Vec<u8>> = Vec::new();
+    let mut string =
+        |key: &str, value: &str| pairs.push([text(key), 8u32.to_le_bytes().to_vec(), text(value)].concat());
+    string("general.architecture", "clip");
+    string("general.type", "mmproj");
+    for (key, name) in [
+        ("block_count", "depth"),
+        ("embedding_length", "hidden_size"),
+        ("feed_forward_length", "intermediate_size"),
+        ("attention.head_count", "num_heads"),
+        ("patch_size", "patch_size"),
+        ("spatial_merge_size", "spatial_merge_size"),
+        ("projection_dim", "out_hidden_size"),
+    ] {
+        let value = (v[name].as_u64().unwrap() as u32).to_le_bytes();
+        pairs.push(
+            [text(&format!("clip.vision.{key}")), 4u32.to_le_bytes().to_vec(), value.to_vec()].concat(),
+        );
+    }
+    let mut tensors: Vec<(String, Vec<u64>, Vec<u8>)> = Vec::new();
+    for t in checkpoint.tensors().filter(|t| t.name.starts_with("model.visual.")) {
+        let name = t.name.strip_prefix("model.visual.").unwrap();
+        let bytes = checkpoint.read_all(t).unwrap();
+        if name == "patch_embed.proj.weight" {
+            let &[d, c, frames, p, q] = &*t.shape else { panic!("five dimensions") };
+            let plane = (2 * p * q) as usize;
+            for frame in 0..frames as usize {
+                let rows =
+                    bytes.chunks_exact(plane).enumerate().filter(|(i, _)| i % frames as usize == frame);
+                let name = ["v.patch_embd.weight", "v.patch_embd.weight.1"][frame];
+                tensors.push((name.into(), vec![d, c, p, q], rows.flat_map(|r| r.1.to_vec()).collect()));
+            }
+            continue;
+        }
+        let name = name
+            .replace("blocks.", "v.blk.")
+            .replace(".norm1.", ".ln1.")
+            .replace(".norm2.", ".ln2.")
+            .replace("attn.qkv", "attn_qkv")
+            .replace("attn.proj", "attn_out")
+            .replace("mlp.linear_fc1", "ffn_up")
+            .replace("mlp.linear_fc2", "ffn_down")
+            .replace("merger.norm", "v.post_ln")
+            .replace("merger.linear_fc1", "mm.0")
+            .replace("merger.linear_fc2", "mm.2")
+            .replace("pos_embed", "v.position_embd")
+            .replace("patch_embed.proj", "v.patch_embd");
+        tensors.push((name, t.shape.to_vec(), bytes));
+    }
+    let mut out = b"GGUF\x03\0\0\0".to_vec();
+    out.extend((tensors.len() as u64).to_le_bytes());
+    out.extend((pairs.len() as u64).to_le_bytes());
+    pairs.iter().for_each(|p| out.extend(p));
+    let mut offset = 0u64;
+    for (name, shape, bytes) in &tensors {
+        out.extend(text(name));
+        out.extend((shape.len() as u32).to_le_bytes());
+        shape.iter().rev().for_each(|d| out.extend(d.to_le_bytes()));
+        out.extend(30u32.to_le_bytes());
+        out.extend(offset.to_le_bytes());
+        offset += bytes.len().next_multiple_of(32) as u64;
+    }
+    for (.., bytes) in &tensors {
+        out.resize(out.len().next_multiple_of(32), 0);
+        out.extend(bytes);
+    }
+    out.resize(out.len().next_multiple_of(32), 0);
+    std::fs::write(to, out).unwrap();
+}
+
+#[test]
+fn an_image_tower_of_its_own_comes_back_word_for_word() {
+    let (Some(gguf), Some(bf16)) = (fixture("flash-demo-gguf"), fixture("flash-demo-bf16")) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mmproj = dir.path().join("mmproj.gguf");
+    tower(&bf16, &mmproj);
+    let made = |vision: &Path, name: &str| {
+        let mut o = options(&gguf, "auto", &dir.path().join(name));
+        o.sources.push(SourceSpec::new("vision", vision));
+        let (plan, _) = converted(&o).unwrap();
+        let mut v = VerifyOptions::new(&o.output, None);
+        (v.sources, v.threads) = (o.sources.clone(), 2);
+        let report = verify(&v, &Silent, &Interrupt::default()).unwrap();
+        assert!(report.ok, "{report:#?}");
+        assert!(plan.components.contains(&infernix_model::Component::Vision));
+        let artifact = Artifact::open(&o.output).unwrap();
+        let directory = artifact.directory();
+        let words: Vec<_> = directory
+            .bindings
+            .iter()
+            .filter(|(name, _)| name.starts_with("vision/"))
+            .flat_map(|(name, b)| {
+                let size = |id: &str| artifact.object(id).map_or(0, |o| o.elements());
+                b.parts(size).into_iter().map(|p| (name.clone(), p)).collect::<Vec<_>>()
+            })
+            .map(|(name, p)| {
+                let object = artifact.object(&p.object).unwrap();
+                let bytes = artifact.bytes(object).unwrap();
+                (name, bytes.as_ref()[2 * p.begin as usize..2 * p.end as usize].to_vec())
+            })
+            .collect();
+        (words, directory.components["vision"].config["num_position_embeddings"].clone())
+    };
+    assert_eq!(made(&mmproj, "a.infernix"), made(&bf16, "b.infernix"));
+}

@@ -8,6 +8,7 @@
 
 mod piece;
 mod table;
+pub(super) mod vision;
 
 use std::collections::BTreeMap;
 
