@@ -163,6 +163,11 @@ impl CpuWeight {
         self.k
     }
 
+    /// Storage of each part.
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = Kind> {
+        self.parts.iter().map(|p| p.kind)
+    }
+
     /// Views of all parts, in order.
     pub(crate) fn rows(&self) -> Vec<Rows<'_>> {
         self.slice(0..self.n)

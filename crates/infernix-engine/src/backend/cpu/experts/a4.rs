@@ -7,7 +7,7 @@ use super::UNIT;
 use crate::numerics::w4a4::{self, E2M1_DOUBLED, Scale, e4m3_encode, e4m3_scaled};
 
 /// Largest magnitude of a doubled code; added so that the unsigned side of a byte dot product is unsigned.
-const BIAS: i32 = 12;
+pub(super) const BIAS: i32 = 12;
 
 /// A quantised activation column.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -125,12 +125,29 @@ per_isa! {
 }
 
 #[cfg(target_arch = "x86_64")]
-mod avx512 {
+pub(super) mod avx512 {
     use super::{A4, UNIT};
     use std::arch::x86_64::*;
 
     /// 12 + doubled E2M1 value of each code.
     static BIASED: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+
+    /// Biased codes of a quad of a unit: words of 4 values of k, lanes across rows.
+    ///
+    /// # Safety
+    /// AVX-512 F and BW, 32 readable bytes.
+    #[inline(always)]
+    pub(crate) unsafe fn biased(quad: *const u8) -> __m512i {
+        // SAFETY: the caller's word.
+        unsafe {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(BIASED.as_ptr().cast()));
+            let shift = _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0);
+            // Low nibbles are of rows 0..8, high nibbles of rows 8..16.
+            let v = _mm512_broadcast_i64x4(_mm256_loadu_si256(quad.cast()));
+            let v = _mm512_and_si512(_mm512_srlv_epi32(v, shift), _mm512_set1_epi8(15));
+            _mm512_shuffle_epi8(table, v)
+        }
+    }
 
     /// # Safety
     /// AVX-512 F, BW, DQ, VNNI; `units` holds `blocks` units, each of the first `C` columns as many blocks.
@@ -138,9 +155,6 @@ mod avx512 {
     pub(super) unsafe fn sums<const C: usize>(units: &[u8], blocks: usize, x: &[&A4], out: &mut [[i64; 16]]) {
         // SAFETY: all reads are inside the unit or column of the block, by the caller's lengths.
         unsafe {
-            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(BIASED.as_ptr().cast()));
-            let low = _mm512_set1_epi8(15);
-            let shift = _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0);
             let rebias = _mm512_castsi512_ps(_mm512_set1_epi32((120 + 127) << 23));
             let units_per_one = _mm512_set1_ps(512.0);
             let mut even = [_mm512_setzero_si512(); C];
@@ -151,10 +165,7 @@ mod avx512 {
                 _mm_prefetch::<_MM_HINT_T0>(u.wrapping_add(4096 + 64).cast());
                 let mut w = [_mm512_setzero_si512(); 4];
                 for (q, w) in w.iter_mut().enumerate() {
-                    // A word is 4 values of k: low nibbles for rows 0..8, high nibbles for rows 8..16.
-                    let v = _mm512_broadcast_i64x4(_mm256_loadu_si256(u.add(32 * q).cast()));
-                    let v = _mm512_and_si512(_mm512_srlv_epi32(v, shift), low);
-                    *w = _mm512_shuffle_epi8(table, v);
+                    *w = biased(u.add(32 * q));
                 }
                 // E4M3 word to FP32 times 2^9, exact, then to an integer.
                 let s = _mm512_cvtepu8_epi32(_mm_loadu_si128(u.add(128).cast()));

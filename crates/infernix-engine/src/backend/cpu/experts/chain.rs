@@ -9,6 +9,8 @@
 
 use super::super::isa::{Isa, per_isa};
 use super::super::linear::Rows;
+#[cfg(target_arch = "x86_64")]
+use super::super::linear::lanes::Quantised;
 use super::super::num::{E2M1, e4m3, f32_of};
 use super::UNIT;
 use crate::numerics::a8;
@@ -212,10 +214,24 @@ pub(crate) fn rg16(units: &[u8], x: &[&[u32]], out: &mut [[f32; LANES]]) {
     }
 }
 
+/// As [`Panel::fill_rg16`] and [`Panel::products`] of int8 columns, with AVX-512 VNNI.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn rg16_int8(units: &[u8], x: &[&Quantised], out: &mut [[f32; LANES]]) {
+    let blocks = units.len() / UNIT;
+    assert!(x.len() == out.len() && x.iter().all(|x| x.codes.len() >= 16 * blocks));
+    for (x, out) in x.iter().zip(out) {
+        // SAFETY: the caller runs on `Isa::Avx512Bf16`; lengths are checked above.
+        unsafe { avx512::rg16_int8(units, blocks, x, out) }
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
+    use super::super::super::linear::lanes::Quantised;
     use super::super::super::num::E2M1;
+    use super::super::a4;
     use super::{LANES, SPANS, UNIT, span};
+    use crate::numerics::a8;
     use std::arch::x86_64::*;
 
     #[repr(align(64))]
@@ -291,6 +307,37 @@ mod avx512 {
                 }
                 out[c] = super::pairwise(&y);
             }
+        }
+    }
+
+    /// # Safety
+    /// AVX-512 F, BW, DQ, VNNI; `units` holds `blocks` units, x as many groups of 16 codes.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2")]
+    pub(super) unsafe fn rg16_int8(units: &[u8], blocks: usize, x: &Quantised, out: &mut [f32; LANES]) {
+        // SAFETY: all reads are inside the unit or column of the block, by the caller's lengths.
+        unsafe {
+            let rebias = _mm512_castsi512_ps(_mm512_set1_epi32((120 + 127) << 23));
+            let half = _mm512_set1_ps(0.5);
+            let mut y = [[0f32; LANES]; SPANS];
+            for (s, y) in y.iter_mut().enumerate() {
+                let mut sum = _mm512_setzero_ps();
+                for b in span(s, blocks) {
+                    let u = units.as_ptr().add(b * UNIT);
+                    let mut t = _mm512_set1_epi32(-a4::BIAS * x.sums[b]);
+                    let quads = x.codes.as_ptr().add(16 * b).cast::<i32>();
+                    for q in 0..4 {
+                        let w = a4::avx512::biased(u.add(32 * q));
+                        t = _mm512_dpbusd_epi32(t, w, _mm512_set1_epi32(quads.add(q).read_unaligned()));
+                    }
+                    let e = _mm512_cvtepu8_epi32(_mm_loadu_si128(u.add(128).cast()));
+                    let e = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32::<20>(e)), rebias);
+                    let f = _mm512_mul_ps(e, _mm512_set1_ps(x.scales[16 * b / a8::GROUP]));
+                    // Codes are doubled.
+                    sum = _mm512_fmadd_ps(f, _mm512_mul_ps(_mm512_cvtepi32_ps(t), half), sum);
+                }
+                _mm512_storeu_ps(y.as_mut_ptr(), sum);
+            }
+            *out = super::pairwise(&y);
         }
     }
 
@@ -387,6 +434,12 @@ mod tests {
                 assert!((f64::from(out[0][r]) - exact).abs() < 1e-4, "{} {exact}", out[0][r]);
             }
             assert_eq!(*first.get_or_insert(out[0]), out[0]);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if Isa::Avx512Bf16.available() {
+            let mut out = vec![[0f32; LANES]];
+            rg16_int8(&units, &[&Quantised::new(Isa::Avx512Bf16, &x)], &mut out);
+            assert_eq!(first, Some(out[0]));
         }
     }
 }

@@ -3,7 +3,9 @@
 use super::super::cells::Cells;
 use super::super::elementwise;
 use super::super::isa::Isa;
-use super::super::linear::Rows;
+#[cfg(target_arch = "x86_64")]
+use super::super::linear::lanes::{self, Quantised};
+use super::super::linear::{Kind, Rows};
 use super::super::num::{bf16_of, sigmoid};
 use super::super::pool::Pool;
 use super::super::weights::{CpuExperts, Store};
@@ -41,8 +43,11 @@ pub(crate) struct Layer<'a> {
 enum Inputs {
     /// Quantised columns.
     A4(Vec<A4>),
-    /// Swapped pairs of each column.
+    /// Swapped pairs of each column, padded for row-major matrices.
     Pairs(Vec<Vec<u32>>),
+    /// int8 columns for the processor's byte dot products.
+    #[cfg(target_arch = "x86_64")]
+    Int8(Vec<Quantised>),
     /// Portable columns.
     Columns(Vec<Column>),
 }
@@ -113,21 +118,37 @@ impl Layer<'_> {
         self.store.spec.activation == Activation::A4
     }
 
+    /// Storage of all matrices.
+    fn kinds(&self) -> impl Iterator<Item = Kind> {
+        match &self.store.store {
+            Store::Rg16 { .. } => vec![Kind::Nvfp4Mul],
+            Store::Fp8 { .. } => vec![Kind::Fp8Block],
+            Store::Parents { gate_up, down } => gate_up.kinds().chain(down.kinds()).collect(),
+        }
+        .into_iter()
+    }
+
     /// Wide activations of `columns` columns of `k` values.
     fn wide(&self, x: &[u16], k: usize) -> Inputs {
         let columns = x.chunks_exact(k);
         if self.store.spec.activation == Activation::A8 {
+            #[cfg(target_arch = "x86_64")]
+            if self.isa == Isa::Avx512Bf16 && self.kinds().all(Kind::integers) {
+                return Inputs::Int8(columns.map(|x| Quantised::new(self.isa, x)).collect());
+            }
             return Inputs::Columns(columns.map(Column::int8).collect());
         }
         // Below 2^-90 the processor's dot product could flush a product (see `linear`): the portable chain cannot.
         let tiny = |v: &u16| v & 0x7fff != 0 && (v >> 7) & 0xff < 127 - 90;
-        if self.isa == Isa::Avx512Bf16
-            && matches!(self.store.store, Store::Rg16 { .. })
-            && !x.iter().any(tiny)
-        {
+        #[cfg(target_arch = "x86_64")]
+        if self.isa == Isa::Avx512Bf16 && self.kinds().all(lanes::takes) && !x.iter().any(tiny) {
+            let bank = matches!(self.store.store, Store::Rg16 { .. });
             let pairs = |x: &[u16]| {
-                let mut out = Vec::with_capacity(k / 2);
+                let mut out = Vec::with_capacity(lanes::pairs(k));
                 chain::swapped(x, &mut out);
+                if !bank {
+                    out.resize(lanes::pairs(k), 0);
+                }
                 out
             };
             return Inputs::Pairs(columns.map(pairs).collect());
@@ -234,6 +255,13 @@ impl Layer<'_> {
                 chain::rg16(units, &x, &mut out);
                 out.into_iter().map(Raw::Real).collect()
             }
+            #[cfg(target_arch = "x86_64")]
+            Inputs::Int8(x) => {
+                let x: Vec<&Quantised> = columns.iter().map(|c| &x[*c]).collect();
+                let mut out = vec![[0f32; LANES]; x.len()];
+                chain::rg16_int8(units, &x, &mut out);
+                out.into_iter().map(Raw::Real).collect()
+            }
             Inputs::Columns(x) => {
                 let x: Vec<&Column> = columns.iter().map(|c| &x[*c]).collect();
                 let mut out = vec![[0f32; LANES]; x.len()];
@@ -319,7 +347,6 @@ impl Layer<'_> {
         n: usize,
         y: &mut [u16],
     ) {
-        let Inputs::Columns(x) = inputs else { return };
         let mut tasks = Vec::new();
         for (m, (_, parts)) in matrices.iter().enumerate() {
             let mut offset = 0;
@@ -333,11 +360,28 @@ impl Layer<'_> {
             let (m, p, first, offset) = tasks[task];
             let (used, parts) = &matrices[m];
             let w = &parts[p];
-            let mut panel = Panel::default();
-            panel.fill(w, first);
-            let x: Vec<&Column> = columns[m].iter().map(|c| &x[*c]).collect();
-            let mut out = vec![[0f32; LANES]; x.len()];
-            panel.products(self.isa, &x, &mut out);
+            let columns = &columns[m];
+            let mut out = vec![[0f32; LANES]; columns.len()];
+            match inputs {
+                #[cfg(target_arch = "x86_64")]
+                Inputs::Pairs(x) => {
+                    let x: Vec<&[u32]> = columns.iter().map(|c| x[*c].as_slice()).collect();
+                    lanes::wide(w, first, &x, &mut out);
+                }
+                #[cfg(target_arch = "x86_64")]
+                Inputs::Int8(x) => {
+                    let x: Vec<&Quantised> = columns.iter().map(|c| &x[*c]).collect();
+                    lanes::int8(w, first, &x, &mut out);
+                }
+                Inputs::Columns(x) => {
+                    let x: Vec<&Column> = columns.iter().map(|c| &x[*c]).collect();
+                    let mut panel = Panel::default();
+                    panel.fill(w, first);
+                    panel.products(self.isa, &x, &mut out);
+                }
+                // 4-bit activations are of banks alone.
+                _ => return,
+            }
             for (c, v) in out.iter().enumerate() {
                 let rows = LANES.min(w.n() - first);
                 let at = (used.first + c) * n + offset + first;

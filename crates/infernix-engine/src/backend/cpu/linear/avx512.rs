@@ -118,14 +118,14 @@ pub(super) unsafe fn sums(a: [__m512; TILE]) -> [f32; TILE] {
 
 /// A row's last, short block with zeros behind it.
 #[repr(align(64))]
-struct Tail {
+pub(super) struct Tail {
     codes: [u8; 128],
     scales: [u8; 8],
 }
 
 /// Blocks that can be read in place.
 #[inline(always)]
-fn whole(w: &Rows<'_>) -> usize {
+pub(super) fn whole(w: &Rows<'_>) -> usize {
     use Kind::*;
     match w.kind() {
         // Stored rows are padded to 128.
@@ -137,7 +137,7 @@ fn whole(w: &Rows<'_>) -> usize {
 /// # Safety
 /// AVX-512 F and BW.
 #[inline(always)]
-unsafe fn tail(w: &Rows<'_>, r: usize) -> Tail {
+pub(super) unsafe fn tail(w: &Rows<'_>, r: usize) -> Tail {
     let mut t = Tail { codes: [0; 128], scales: [0; 8] };
     let codes = &w.codes(r)[whole(w) * w.kind().block_bytes().0..];
     // SAFETY: a mask of the slice's length, under the whole 128 bytes of a block: nothing beyond it is read.
@@ -160,6 +160,12 @@ unsafe fn tail(w: &Rows<'_>, r: usize) -> Tail {
     };
     t.scales[..bytes].copy_from_slice(&w.scales()[from..from + bytes]);
     t
+}
+
+/// A tail as a row of one block.
+#[inline(always)]
+pub(super) fn padded(t: &Tail) -> Row {
+    Row { codes: t.codes.as_ptr(), high: t.codes.as_ptr(), scales: t.scales.as_ptr(), scale_step: 0 }
 }
 
 /// One row times `C` columns, codes expanded in registers: the lanes of each column's sum. The row is read from its
@@ -206,12 +212,7 @@ unsafe fn direct<S: Stored, const HW: bool, const INT8: bool, const C: usize>(
         }
         if n < w.blocks() {
             let t = tail(w, r);
-            let padded = Row {
-                codes: t.codes.as_ptr(),
-                high: t.codes.as_ptr(),
-                scales: t.scales.as_ptr(),
-                scale_step: 0,
-            };
+            let padded = padded(&t);
             let (codes, scales) = (S::codes::<HW>(&padded, 0), S::scales(&padded, 0));
             for c in 0..C {
                 let v = pair(xs.add(c * x.width + n * BLOCK));
@@ -315,12 +316,7 @@ unsafe fn expand<S: Stored, const HW: bool>(w: &Rows<'_>, range: Range<usize>, p
             }
             if n < blocks {
                 let t = tail(w, r);
-                let padded = Row {
-                    codes: t.codes.as_ptr(),
-                    high: t.codes.as_ptr(),
-                    scales: t.scales.as_ptr(),
-                    scale_step: 0,
-                };
+                let padded = padded(&t);
                 let at = n * rows + i;
                 keep::<S, HW>(&padded, 0, codes.add(at * BLOCK), scales.add(at * S::KEPT));
             }

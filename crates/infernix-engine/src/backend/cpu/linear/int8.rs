@@ -230,7 +230,7 @@ fn quantise_group(x: &[u16; a8::GROUP], codes: &mut [i8; a8::GROUP]) -> f32 {
 
 per_isa! {
     /// One column, as `numerics::a8::quantise` gives it for finite values; `codes` are zero.
-    fn quantise(x: &[u16], codes: &mut [i8], scales: &mut [f32]) {
+    pub(super) fn quantise(x: &[u16], codes: &mut [i8], scales: &mut [f32]) {
         let (groups, rest) = x.as_chunks();
         let (out, _) = codes.as_chunks_mut();
         for ((x, codes), scale) in groups.iter().zip(out.iter_mut()).zip(&mut *scales) {

@@ -21,6 +21,8 @@
 mod avx512;
 pub(crate) mod ggml;
 mod int8;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod lanes;
 mod out;
 mod pack;
 mod portable;

@@ -102,6 +102,20 @@ impl<'a> Planes<'a> {
         Planes { rows, first, codes, high, scales }
     }
 
+    /// Asks for the codes of `n` rows from `r`, in rising order; past the matrix, for whatever is there.
+    ///
+    /// # Safety
+    /// SSE.
+    #[inline(always)]
+    pub(super) unsafe fn ask(&self, r: usize, n: usize) {
+        for (p, bytes) in [(self.first.codes, self.codes), (self.first.high, self.high)] {
+            for line in (0..n * bytes).step_by(64) {
+                // SAFETY: a prefetch of any address is harmless; the pointer is never dereferenced.
+                unsafe { _mm_prefetch::<_MM_HINT_T1>(p.wrapping_add(r * bytes + line).cast()) }
+            }
+        }
+    }
+
     /// Pointers of a row below `Rows::n`.
     #[inline(always)]
     pub(super) fn at(&self, r: usize) -> Row {

@@ -18,7 +18,7 @@ impl Rng {
     }
 }
 
-const KINDS: [Kind; 15] = [
+pub(crate) const KINDS: [Kind; 15] = [
     Kind::Bf16,
     Kind::F32,
     Kind::F16,
@@ -36,7 +36,7 @@ const KINDS: [Kind; 15] = [
     Kind::Mxfp8,
 ];
 
-struct Matrix {
+pub(crate) struct Matrix {
     kind: Kind,
     n: usize,
     k: usize,
@@ -48,7 +48,7 @@ struct Matrix {
 
 impl Matrix {
     /// Legal random words; `extreme` takes scales from the ends of their range.
-    fn random(kind: Kind, n: usize, k: usize, extreme: bool, rng: &mut Rng) -> Self {
+    pub(crate) fn random(kind: Kind, n: usize, k: usize, extreme: bool, rng: &mut Rng) -> Self {
         use Kind::*;
         let (c, h) = kind.row_bytes(k);
         let mut codes: Vec<u8> = (0..n * c).map(|_| rng.u64() as u8).collect();
@@ -113,7 +113,7 @@ impl Matrix {
         Matrix { kind, n, k, codes, high, scales, global: 0.37 }
     }
 
-    fn rows(&self, first: usize, n: usize) -> Rows<'_> {
+    pub(crate) fn rows(&self, first: usize, n: usize) -> Rows<'_> {
         Rows::new(self.kind, self.n, self.k, first, n, &self.codes, &self.high, &self.scales, self.global)
             .unwrap()
     }
@@ -183,7 +183,7 @@ impl Matrix {
     }
 }
 
-fn shapes(kind: Kind) -> Vec<(usize, usize)> {
+pub(crate) fn shapes(kind: Kind) -> Vec<(usize, usize)> {
     match kind {
         Kind::Nvfp4MulSwizzled | Kind::Nvfp4DivSwizzled => vec![(128, 64), (256, 192)],
         k if k.is_nvfp4() => vec![(1, 16), (5, 48), (9, 64), (18, 208), (3, 1040)],
@@ -194,11 +194,11 @@ fn shapes(kind: Kind) -> Vec<(usize, usize)> {
 }
 
 /// More than one round of 16 groups, with a rest.
-fn wide(kind: Kind) -> Option<(usize, usize)> {
+pub(crate) fn wide(kind: Kind) -> Option<(usize, usize)> {
     kind.integers().then_some(if kind.is_nvfp4() { (128, 1088) } else { (33, 1188) })
 }
 
-fn activations(columns: usize, k: usize, rng: &mut Rng, scale: f32) -> Vec<u16> {
+pub(crate) fn activations(columns: usize, k: usize, rng: &mut Rng, scale: f32) -> Vec<u16> {
     (0..columns * k).map(|_| bf16_of(rng.unit() * scale)).collect()
 }
 

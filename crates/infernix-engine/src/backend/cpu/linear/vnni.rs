@@ -13,7 +13,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 /// How 128 codes of one storage are read. All functions need AVX-512 F, BW, VL, DQ.
-trait Codes {
+pub(super) trait Codes {
     /// Added to every code.
     const BIAS: i32;
     /// Values of a group.
@@ -55,7 +55,7 @@ unsafe fn scales64(r: &Row, round: usize, groups: usize) -> __m512 {
     }
 }
 
-struct Q4;
+pub(super) struct Q4;
 impl Codes for Q4 {
     const BIAS: i32 = 8;
     #[inline(always)]
@@ -74,7 +74,7 @@ impl Codes for Q4 {
     }
 }
 
-struct Q5;
+pub(super) struct Q5;
 impl Codes for Q5 {
     const BIAS: i32 = 16;
     #[inline(always)]
@@ -99,7 +99,7 @@ impl Codes for Q5 {
     }
 }
 
-struct Q6;
+pub(super) struct Q6;
 impl Codes for Q6 {
     const BIAS: i32 = 32;
     #[inline(always)]
@@ -129,7 +129,7 @@ impl Codes for Q6 {
     }
 }
 
-struct Q8;
+pub(super) struct Q8;
 impl Codes for Q8 {
     const BIAS: i32 = 128;
     const EVEN_ODD: bool = false;
@@ -158,7 +158,7 @@ impl Codes for Q8 {
     }
 }
 
-struct Nvfp4;
+pub(super) struct Nvfp4;
 impl Codes for Nvfp4 {
     const BIAS: i32 = 12;
     const SIZE: usize = 16;
@@ -215,7 +215,7 @@ unsafe fn unit<S: Codes>(w: (__m512i, __m512i), x: *const i8) -> __m512i {
 }
 
 /// Units of a round of 16 groups.
-const fn units(size: usize) -> usize {
+pub(super) const fn units(size: usize) -> usize {
     CHAINS * size / UNIT
 }
 
@@ -367,7 +367,7 @@ thread_local! {
 
 /// `v[i]` word j to `v[j]` word i, 16 x 16 words of 4 bytes.
 #[inline(always)]
-unsafe fn transpose(v: &mut [__m512i; 16]) {
+pub(super) unsafe fn transpose(v: &mut [__m512i; 16]) {
     // SAFETY: needs AVX-512 F.
     unsafe {
         for i in (0..16).step_by(2) {
@@ -391,6 +391,17 @@ unsafe fn transpose(v: &mut [__m512i; 16]) {
             v[4 + j] = _mm512_shuffle_i32x4::<0x88>(ab1, cd1);
             v[12 + j] = _mm512_shuffle_i32x4::<0xdd>(ab1, cd1);
         }
+    }
+}
+
+/// (group, word in the group) of word `d` of the first and of the second half of a unit's bytes, in the order of K where
+/// codes come in order, else with even and odd ones interleaved in each 128 bits.
+#[inline(always)]
+pub(super) fn words<S: Codes>(d: usize) -> [(usize, usize); 2] {
+    match (S::EVEN_ODD, S::SIZE) {
+        (false, _) => [(d / 8, d % 8), (2 + d / 8, d % 8)],
+        (true, 16) => [(d / 4 * 2, d % 4), (d / 4 * 2 + 1, d % 4)],
+        (true, _) => [(d / 4, d % 4), (d / 4, 4 + d % 4)],
     }
 }
 
@@ -420,14 +431,8 @@ unsafe fn fill<S: Codes>(w: &Rows<'_>, at: usize, n: usize, x: &Tiles, places: &
             transpose(&mut a);
             transpose(&mut b);
             for d in 0..16 {
-                // (group, word in the group) of word d of a and of b.
-                let (ga, gb) = match (S::EVEN_ODD, S::SIZE) {
-                    (false, _) => ((d / 8, d % 8), (2 + d / 8, d % 8)),
-                    (true, 16) => ((d / 4 * 2, d % 4), (d / 4 * 2 + 1, d % 4)),
-                    (true, _) => ((d / 4, d % 4), (d / 4, 4 + d % 4)),
-                };
                 let base = UNIT / S::SIZE * u;
-                for ((g, word), v) in [(ga, a[d]), (gb, b[d])] {
+                for ((g, word), v) in words::<S>(d).into_iter().zip([a[d], b[d]]) {
                     let place = places[base + g];
                     _mm512_store_si512(to.add(place * (S::SIZE / 4) + word), v);
                 }
