@@ -85,12 +85,13 @@ fn linear(c: &mut Criterion) {
     let shapes = [(17408, 5120), (5120, 17408), (2560, 6144), (512, 256)];
     let kinds =
         [Kind::Q4, Kind::Q5, Kind::Q6, Kind::Q8, Kind::Nvfp4Mul, Kind::Fp8Row, Kind::Mxfp8, Kind::Bf16];
-    for columns in [1usize, 512] {
+    for columns in [1usize, 128] {
         let mut g = c.benchmark_group(if columns == 1 { "decode" } else { "prefill" });
         g.sample_size(10)
             .measurement_time(Duration::from_millis(if columns == 1 { 400 } else { 1500 }))
             .warm_up_time(Duration::from_millis(100));
-        for (n, k) in shapes {
+        // One real shape tells the prefill kernels apart; all of them would take minutes.
+        for (n, k) in shapes.into_iter().filter(|s| columns == 1 || *s == (2560, 6144)) {
             for kind in kinds {
                 let m = Matrix::new(kind, n, k);
                 let x: Vec<u16> = (0..k * columns).map(|i| 0x3f80 + (i % 64) as u16).collect();
@@ -138,7 +139,7 @@ fn at(rows: &[RowKey]) -> At<'_> {
     At { site: Site { layer: 0, op: Op::Embed }, rows }
 }
 
-fn round(b: &mut CpuBackend, rows: usize, start: usize) -> Vec<RowKey> {
+fn round(b: &mut CpuBackend, kind: CallKind, rows: usize, start: usize) -> Vec<RowKey> {
     let lane = LaneMeta {
         slot: 0,
         stream: 0,
@@ -148,8 +149,7 @@ fn round(b: &mut CpuBackend, rows: usize, start: usize) -> Vec<RowKey> {
         positions: (0..rows).map(|i| [(start + i) as u32; 3]).collect(),
         pages: (0..(start + rows).div_ceil(64) as u32).collect(),
     };
-    b.begin_round(StepMeta { kind: CallKind::Prefill, part: Part::Target, lanes: vec![lane] })
-        .expect("a legal round");
+    b.begin_round(StepMeta { kind, part: Part::Target, lanes: vec![lane] }).expect("a legal round");
     (0..rows).map(|i| RowKey { stream: 0, position: (start + i) as u64 }).collect()
 }
 
@@ -165,8 +165,9 @@ fn experts(c: &mut Criterion) {
     bytes[at_globals..].chunks_exact_mut(4).for_each(|w| w.copy_from_slice(&1e-4f32.to_le_bytes()));
     let bytes = Arc::new(bytes);
     let mut g = c.benchmark_group("experts");
-    g.sample_size(10).measurement_time(Duration::from_millis(800)).warm_up_time(Duration::from_millis(100));
-    for (name, activation) in [("a4", Activation::A4), ("a16", Activation::A16)] {
+    g.sample_size(10).measurement_time(Duration::from_millis(600)).warm_up_time(Duration::from_millis(100));
+    let bank = [("nvfp4 a4", Activation::A4), ("nvfp4 a8", Activation::A8), ("nvfp4 a16", Activation::A16)];
+    for (name, activation) in bank {
         let mut b = backend();
         let part = WeightPart {
             format: Format::Nvfp4Mul,
@@ -199,6 +200,68 @@ fn experts(c: &mut Criterion) {
                     black_box(b.experts(&x, &routing, &store, &shared, &logit, at(&[])));
                 });
             });
+        }
+    }
+}
+
+/// Routed experts that are stored row by row: 8 of 32, hidden 2048, intermediate 512.
+fn row_major_experts(c: &mut Criterion) {
+    let (e, h, i, k) = (32usize, 2048usize, 512usize, 8usize);
+    let mut g = c.benchmark_group("row-major experts");
+    g.sample_size(10).measurement_time(Duration::from_millis(500)).warm_up_time(Duration::from_millis(100));
+    for format in [Format::Q4G64, Format::Q8G32, Format::Fp8Row, Format::Bf16] {
+        let layout = match format {
+            Format::Bf16 => Layout::ContiguousLeV1,
+            Format::Fp8Row => Layout::RowScaleV1,
+            _ => Layout::RowSplitK128V1,
+        };
+        let parent = |n: usize, k: usize| {
+            let shape = vec![n as u64, k as u64];
+            let len = encoded_size(layout, format, &shape).expect("a legal shape") as usize;
+            let mut bytes = noise(len, 5);
+            bytes.iter_mut().for_each(|b| *b &= 0x3b);
+            let part = WeightPart {
+                format,
+                layout,
+                shape: shape.clone(),
+                bytes: Arc::new(bytes),
+                rows: 0..n as u64,
+            };
+            WeightData { shape, parts: vec![part] }
+        };
+        let (gate_up, down) = (parent(2 * e * i, h), parent(e * h, i));
+        let bytes: usize =
+            [&gate_up, &down].iter().map(|w| (*w.parts[0].bytes).as_ref().len()).sum::<usize>() / e;
+        for (width, activation) in [("a8", Activation::A8), ("a16", Activation::A16)] {
+            let mut b = backend();
+            let spec = ExpertSpec {
+                name: "bench".into(),
+                experts: e,
+                hidden: h,
+                intermediate: i,
+                activation,
+                input_scales: None,
+            };
+            let data = ExpertData::Parents { gate_up: gate_up.clone(), down: down.clone() };
+            let store = b.experts_weight(&spec, data).expect("legal parents");
+            for rows in [1usize, 32] {
+                let x: Vec<f32> = (0..rows * h).map(|i| (i % 61) as f32 / 32.0 - 1.0).collect();
+                let (x, shared, logit) =
+                    (b.write(rows, h, &x), b.write(rows, h, &x), b.write(rows, 1, &vec![0.5; rows]));
+                let mut step = 0usize;
+                g.throughput(Throughput::Bytes((rows.min(4) * k * bytes) as u64));
+                g.bench_function(BenchmarkId::new(format!("{format} {width}"), rows), |bench| {
+                    bench.iter(|| {
+                        step += 1;
+                        let routing = (0..rows)
+                            .map(|t| {
+                                (0..k).map(|r| (((step * 5 + t * 13 + r * 4) % e) as u32, 0.1)).collect()
+                            })
+                            .collect();
+                        black_box(b.experts(&x, &routing, &store, &shared, &logit, at(&[])));
+                    });
+                });
+            }
         }
     }
 }
@@ -240,15 +303,20 @@ fn state(c: &mut Criterion) {
         g.throughput(Throughput::Elements(rows as u64));
         g.bench_function(BenchmarkId::new("delta rule", rows), |bench| {
             bench.iter(|| {
-                let keys = round(&mut b, rows, 0);
+                // One row as a decode round: recorded, and folded by its commit.
+                let kind = if rows == 1 { CallKind::Decode } else { CallKind::Prefill };
+                let keys = round(&mut b, kind, rows, 0);
                 black_box(b.gdn(0, &u, &a, &a, &a_log, &dt, at(&keys)));
+                if rows == 1 {
+                    b.commit(0, Part::Target, 1).expect("one recorded column");
+                }
             });
         });
         let (q, kv) = (some(&mut b, 24 * 256), some(&mut b, 4 * 256));
         for context in [512usize, 8192] {
             g.bench_function(BenchmarkId::new(format!("attention over {context}"), rows), |bench| {
                 bench.iter(|| {
-                    let keys = round(&mut b, rows, context - rows);
+                    let keys = round(&mut b, CallKind::Prefill, rows, context - rows);
                     b.kv_append(0, &kv, &kv);
                     black_box(b.attention(0, &q, None, at(&keys)));
                 });
@@ -257,5 +325,5 @@ fn state(c: &mut Criterion) {
     }
 }
 
-criterion_group!(ops, linear, experts, state);
+criterion_group!(ops, linear, experts, row_major_experts, state);
 criterion_main!(ops);

@@ -279,7 +279,8 @@ impl<B: Backend> Driver<B> {
     }
 
     /// Runs one round over several sequences. Prefill columns are committed; decode columns wait for [`Driver::commit`].
-    /// One failed lane fails the call.
+    /// One failed lane fails the call. Token ids beyond the vocabulary and columns beyond the model's positions are
+    /// refused before anything runs.
     pub fn run(
         &mut self,
         kind: CallKind,
@@ -309,6 +310,14 @@ impl<B: Backend> Driver<B> {
             if !l.sequence.pending.is_empty() {
                 return Err(EngineError::Round("columns of the last decode round are not committed".into()));
             }
+            let (end, most) = (l.sequence.ids.len() + l.ids.len(), self.model.config.max_positions);
+            if end as u64 > most {
+                return Err(EngineError::Request(format!(
+                    "{end} tokens, but the model has {most} positions (max_position_embeddings)"
+                )));
+            }
+        }
+        for l in lanes.iter_mut() {
             self.reserve(l.sequence, l.sequence.ids.len() + l.ids.len())?;
         }
         let meta = StepMeta {

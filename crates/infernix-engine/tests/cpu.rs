@@ -8,129 +8,26 @@ use common::*;
 use infernix_engine::backend::cpu::isa::Isa;
 use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
 use infernix_engine::backend::lossless::LosslessOptions;
-use infernix_engine::backend::{ActivationPolicy, Backend, CallKind};
-use infernix_engine::driver::{Driver, DriverOptions, LaneInput, Sequence, Want};
-use infernix_engine::model::{ArtifactSource, LoadOptions, MemorySource, WeightSource, load};
-use infernix_engine::ngram::{MemoryRows, Ngram, NgramOptions, open_ngram};
-use infernix_engine::numerics::round::{Rounding, mix};
+use infernix_engine::backend::{ActivationPolicy, CallKind};
+use infernix_engine::driver::{Driver, DriverOptions, LaneInput, Want};
+use infernix_engine::numerics::round::Rounding;
 use infernix_engine::state::KvFormat;
-use infernix_model::Component;
-use std::sync::Arc;
 
-/// A checkpoint in memory or an artifact.
-enum Model {
-    Plain(Box<MemorySource>, Option<MemoryRows>),
-    Artifact(Arc<infernix_artifact::Artifact>),
-}
-
-impl Model {
-    fn plain(name: &str) -> Option<Self> {
-        let (source, table) = plain_checkpoint(&shared(name)?);
-        Some(Model::Plain(Box::new(source), table))
-    }
-
-    fn driver<B: Backend>(
-        &self,
-        backend: B,
-        activations: ActivationPolicy,
-        options: DriverOptions,
-    ) -> Driver<B> {
-        match self {
-            Model::Plain(source, table) => {
-                let drafter = source.has_component(Component::Mtp);
-                let model =
-                    load(backend, &**source, LoadOptions { drafter, activations, ..LoadOptions::default() })
-                        .unwrap();
-                let ngram = table.as_ref().map(|t| {
-                    let ple = model.config.ple.clone().unwrap();
-                    let o = NgramOptions { threads: 0, cache_bytes: 0 };
-                    let rows = MemoryRows::new(ple.row_width() as usize, all_rows(t));
-                    Ngram::new(&ple, model.config.vocab, Box::new(rows), o).unwrap()
-                });
-                Driver::new(model, ngram, options).unwrap()
-            }
-            Model::Artifact(a) => {
-                let source = ArtifactSource::new(a.clone()).unwrap();
-                let drafter = source.has_component(Component::Mtp);
-                let model =
-                    load(backend, &source, LoadOptions { drafter, activations, ..LoadOptions::default() })
-                        .unwrap();
-                let ngram = open_ngram(a, None, NgramOptions { threads: 2, cache_bytes: 1 << 20 }).unwrap();
-                Driver::new(model, ngram.map(|n| n.0), options).unwrap()
-            }
-        }
-    }
-
-    fn cpu(
-        &self,
-        isa: Isa,
-        threads: usize,
-        activations: ActivationPolicy,
-        kv: KvFormat,
-    ) -> Driver<CpuBackend> {
-        let backend = CpuBackend::new(CpuOptions { threads, threads_batch: 0, isa: Some(isa) });
-        self.driver(backend, activations, DriverOptions { tokens: 4096, sequences: 4, kv })
-    }
-}
-
-fn all_rows(t: &MemoryRows) -> Vec<f32> {
-    use infernix_engine::ngram::RowSource;
-    let mut v = vec![0f32; t.rows() as usize * t.width()];
-    for (r, out) in v.chunks_exact_mut(t.width()).enumerate() {
-        t.read(r as u64, out).unwrap();
-    }
-    v
-}
-
-fn ids(vocab: u64, n: usize, seed: u64) -> Vec<u32> {
-    (0..n as u64)
-        .map(|i| (mix(seed.wrapping_mul(1_000_003).wrapping_add(i)) % vocab.min(4000)) as u32)
-        .collect()
-}
-
-fn whole<B: Backend>(d: &mut Driver<B>, ids: &[u32]) -> Vec<Vec<f32>> {
-    let mut s = d.open(7).unwrap();
-    let out = d.prefill(&mut s, ids, Want::All).unwrap().logits;
-    d.close(s);
-    out
-}
-
-fn same(a: &[f32], b: &[f32]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
-}
-
-fn pieces(d: &mut Driver<CpuBackend>, s: &mut Sequence, ids: &[u32], seed: u64) -> Vec<Vec<f32>> {
-    let mut out = Vec::new();
-    let mut r = seed;
-    let mut dice = |n: u64| {
-        r = mix(r.wrapping_add(0x9E37_79B9_7F4A_7C15));
-        r % n
-    };
-    while out.len() < ids.len() {
-        let left = ids.len() - out.len();
-        if dice(3) == 0 {
-            let n = (1 + dice(60) as usize).min(left);
-            out.extend(d.prefill(s, &ids[s.len()..s.len() + n], Want::All).unwrap().logits);
-            continue;
-        }
-        let (good, bad) = ((1 + dice(3) as usize).min(left), dice(3) as usize);
-        let mut columns = ids[s.len()..s.len() + good].to_vec();
-        let vocab = d.model.config.vocab;
-        columns.extend((0..bad).map(|_| dice(vocab.min(1000)) as u32));
-        if dice(2) == 0 && d.model.draft.is_some() && !s.is_empty() {
-            d.draft(s, columns[0], 2, infernix_engine::driver::argmax).unwrap();
-        }
-        let logits = d.verify(s, &columns).unwrap();
-        d.commit(s, good).unwrap();
-        out.extend(logits.into_iter().take(good));
-    }
-    out
+fn cpu(
+    model: &Model,
+    isa: Isa,
+    threads: usize,
+    activations: ActivationPolicy,
+    kv: KvFormat,
+) -> Driver<CpuBackend> {
+    let backend = CpuBackend::new(CpuOptions { threads, threads_batch: 0, isa: Some(isa) });
+    model.driver(backend, activations, DriverOptions { tokens: 4096, sequences: 4, kv })
 }
 
 fn invariant(name: &str, model: &Model, activations: ActivationPolicy, kv: KvFormat) {
-    let mut d = model.cpu(Isa::detect(), 2, activations, kv);
+    let mut d = cpu(model, Isa::detect(), 2, activations, kv);
     let text = ids(d.model.config.vocab, 300, 5);
-    let want = whole(&mut d, &text);
+    let want = whole(&mut d, &text, 7);
     assert!(want.iter().flatten().all(|v| v.is_finite()), "{name}: logits are not numbers");
     for seed in 0..2 {
         let mut s = d.open(7).unwrap();
@@ -159,7 +56,7 @@ fn invariant(name: &str, model: &Model, activations: ActivationPolicy, kv: KvFor
     let short = &text[..40];
     for isa in Isa::ALL.into_iter().filter(|i| i.available()) {
         for threads in [1, 3] {
-            let got = whole(&mut model.cpu(isa, threads, activations, kv), short);
+            let got = whole(&mut cpu(model, isa, threads, activations, kv), short, 7);
             assert!(got.iter().zip(&want).all(|(a, b)| same(a, b)), "{name}: {isa} with {threads} threads");
         }
     }
@@ -183,11 +80,11 @@ fn close(name: &str, model: &Model, activations: ActivationPolicy, text: &[u32])
             rounding,
             ..Default::default()
         });
-        whole(&mut model.driver(b, activations, options()), text)
+        whole(&mut model.driver(b, activations, options()), text, 7)
     };
     let want = lossless(Rounding::Nearest);
     let honest = lossless(Rounding::Stochastic(1));
-    let got = whole(&mut model.cpu(Isa::detect(), 2, activations, KvFormat::Bf16), text);
+    let got = whole(&mut cpu(model, Isa::detect(), 2, activations, KvFormat::Bf16), text, 7);
     let l2 = |x: &[f32], y: &[f32]| {
         let d: f64 = x.iter().zip(y).map(|(a, b)| f64::from(a - b).powi(2)).sum();
         (d / y.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>()).sqrt()

@@ -3,92 +3,32 @@
 mod common;
 
 use common::*;
-use infernix_engine::backend::CallKind;
 use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
+use infernix_engine::backend::{ActivationPolicy, CallKind};
 use infernix_engine::driver::{Driver, DriverOptions, LaneInput, Sequence, Want};
-use infernix_engine::model::MemorySource;
-use infernix_engine::numerics::round::{Rounding, mix};
+use infernix_engine::numerics::round::Rounding;
 use infernix_engine::state::KvFormat;
 
-struct Case {
-    source: MemorySource,
-    table: Option<Vec<f32>>,
-    width: usize,
-}
+struct Case(Model);
 
 /// Models small enough to run often; QSA, n-gram tables, experts and drafters are among them.
 fn cases() -> Vec<(&'static str, Case)> {
     ["models/flash-demo-bf16", "models/dense-demo-bf16", "reference/tiny_models/moe4"]
         .into_iter()
-        .filter_map(|name| {
-            let (source, table) = plain_checkpoint(&shared(name)?);
-            let width = source.config.ple.as_ref().map_or(1, |p| p.row_width() as usize);
-            let table = table.map(|t| all_rows(&t));
-            Some((name, Case { source, table, width }))
-        })
+        .filter_map(|name| Some((name, Case(Model::plain(name)?))))
         .collect()
-}
-
-fn all_rows(t: &infernix_engine::ngram::MemoryRows) -> Vec<f32> {
-    use infernix_engine::ngram::RowSource;
-    let mut v = vec![0f32; t.rows() as usize * t.width()];
-    for (r, out) in v.chunks_exact_mut(t.width()).enumerate() {
-        t.read(r as u64, out).unwrap();
-    }
-    v
 }
 
 impl Case {
     fn driver(&self, rounding: Rounding, kv: KvFormat) -> Driver<Lossless> {
-        let table = self.table.clone().map(|v| infernix_engine::ngram::MemoryRows::new(self.width, v));
-        let options = LosslessOptions { rounding, ..LosslessOptions::default() };
-        lossless(&self.source, table, options, DriverOptions { tokens: 4096, sequences: 4, kv })
+        let backend = Lossless::new(LosslessOptions { rounding, ..LosslessOptions::default() });
+        self.0.driver(backend, ActivationPolicy::Artifact, DriverOptions { tokens: 4096, sequences: 4, kv })
     }
 
     fn ids(&self, n: usize, seed: u64) -> Vec<u32> {
-        let vocab = self.source.config.vocab;
-        (0..n as u64).map(|i| (mix(seed.wrapping_mul(1_000_003).wrapping_add(i)) % vocab) as u32).collect()
+        let Model::Plain(source, _) = &self.0 else { return Vec::new() };
+        ids(source.config.vocab, n, seed)
     }
-}
-
-fn whole(d: &mut Driver<Lossless>, ids: &[u32], stream: u64) -> Vec<Vec<f32>> {
-    let mut s = d.open(stream).unwrap();
-    let out = d.prefill(&mut s, ids, Want::All).unwrap().logits;
-    d.close(s);
-    out
-}
-
-fn same(a: &[f32], b: &[f32]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
-}
-
-/// Reads `ids` in pieces of random kind and size; decode rounds verify drafts of which a random part is kept.
-fn pieces(d: &mut Driver<Lossless>, s: &mut Sequence, case: &Case, ids: &[u32], seed: u64) -> Vec<Vec<f32>> {
-    let mut out = Vec::new();
-    let mut r = seed;
-    let mut dice = |n: u64| {
-        r = mix(r.wrapping_add(0x9E37_79B9_7F4A_7C15));
-        r % n
-    };
-    while out.len() < ids.len() {
-        let left = ids.len() - out.len();
-        if dice(3) == 0 {
-            let n = (1 + dice(40) as usize).min(left);
-            out.extend(d.prefill(s, &ids[s.len()..s.len() + n], Want::All).unwrap().logits);
-            continue;
-        }
-        // Columns: the first `good` are the text's, the others are drafts that will be rejected.
-        let (good, bad) = ((1 + dice(3) as usize).min(left), dice(3) as usize);
-        let mut columns = ids[s.len()..s.len() + good].to_vec();
-        columns.extend(case.ids(bad, dice(1000)));
-        if dice(2) == 0 && d.model.draft.is_some() && !s.is_empty() {
-            d.draft(s, columns[0], 2, infernix_engine::driver::argmax).unwrap();
-        }
-        let logits = d.verify(s, &columns).unwrap();
-        d.commit(s, good).unwrap();
-        out.extend(logits.into_iter().take(good));
-    }
-    out
 }
 
 fn chunking(rounding: Rounding, kv: KvFormat) {
@@ -99,7 +39,7 @@ fn chunking(rounding: Rounding, kv: KvFormat) {
         let free = d.free_pages();
         for seed in 0..3 {
             let mut s = d.open(7).unwrap();
-            let got = pieces(&mut d, &mut s, &case, &ids, seed);
+            let got = pieces(&mut d, &mut s, &ids, seed);
             for (t, (a, b)) in got.iter().zip(&want).enumerate() {
                 assert!(same(a, b), "{name}: row {t} of run {seed} differs");
             }
@@ -174,7 +114,7 @@ fn a_restored_snapshot_continues_as_if_nothing_had_happened() {
         let want = whole(&mut d, &ids, 0);
         for (seed, cut) in [(1u64, 1usize), (2, 63), (3, 64), (4, 101), (5, 169)] {
             let mut s = d.open(0).unwrap();
-            pieces(&mut d, &mut s, &case, &ids[..cut], seed);
+            pieces(&mut d, &mut s, &ids[..cut], seed);
             let snapshot = d.snapshot(&mut s).unwrap();
             // Another future, over page and block borders, also through drafts.
             let other = case.ids(90, seed + 100);
@@ -213,7 +153,7 @@ fn drafts_do_not_depend_on_how_the_prompt_was_read() {
         d.close(s);
         for seed in 0..2 {
             let mut s = d.open(0).unwrap();
-            pieces(&mut d, &mut s, &case, &ids, seed);
+            pieces(&mut d, &mut s, &ids, seed);
             let got = draft(&mut d, &mut s);
             assert!(got.iter().zip(&want).all(|(a, b)| same(a, b)), "{name}: run {seed}");
             d.close(s);
@@ -229,13 +169,7 @@ fn layer_major_order_agrees_with_token_major() {
         let ids = case.ids(100, 31);
         let mut d = case.driver(Rounding::Nearest, KvFormat::Bf16);
         let want = whole(&mut d, &ids, 0);
-        let ngram = case.table.clone().map(|v| {
-            let rows = infernix_engine::ngram::MemoryRows::new(case.width, v);
-            let options = infernix_engine::ngram::NgramOptions { threads: 0, cache_bytes: 0 };
-            let ple = case.source.config.ple.as_ref().unwrap();
-            infernix_engine::ngram::Ngram::new(ple, case.source.config.vocab, Box::new(rows), options)
-                .unwrap()
-        });
+        let ngram = case.0.own_ngram();
         let m = &mut d.model;
         let meta = |from: usize, to: usize| StepMeta {
             kind: CallKind::Prefill,

@@ -85,6 +85,26 @@ fn bytes_of_another_length_are_refused_at_load() {
     assert!(message.contains("text/layers/0/mlp/up"), "{message}");
 }
 
+#[test]
+fn tokens_past_the_last_position_are_refused_and_the_sequence_lives_on() {
+    let Some(mut source) = dense() else { return };
+    source.config.max_positions = 40;
+    let model = load(Lossless::new(LosslessOptions::default()), &source, LoadOptions::default()).unwrap();
+    let mut d = Driver::new(model, None, DriverOptions::default()).unwrap();
+    let mut s = d.open(0).unwrap();
+    d.prefill(&mut s, &[1; 38], Want::None).unwrap();
+    let free = d.free_pages();
+    for refused in [d.prefill(&mut s, &[1; 3], Want::Last).err(), d.verify(&mut s, &[1; 3]).err()] {
+        let message = refused.unwrap().to_string();
+        assert!(message.contains("41 tokens") && message.contains("40 positions"), "{message}");
+    }
+    assert_eq!((s.len(), d.free_pages()), (38, free));
+    d.prefill(&mut s, &[1; 1], Want::Last).unwrap();
+    d.decode(&mut s, 1).unwrap();
+    let message = d.decode(&mut s, 1).unwrap_err().to_string();
+    assert!(message.contains("41 tokens"), "{message}");
+}
+
 /// A table whose disk fails from some read on, until it is mended.
 struct Flaky {
     width: usize,

@@ -5,10 +5,11 @@
 use infernix_artifact::Artifact;
 use infernix_checkpoint::{Checkpoint, OpenOptions};
 use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
-use infernix_engine::backend::{ActivationPolicy, WeightData, WeightPart};
-use infernix_engine::driver::{Driver, DriverOptions};
+use infernix_engine::backend::{ActivationPolicy, Backend, WeightData, WeightPart};
+use infernix_engine::driver::{Driver, DriverOptions, Sequence, Want, argmax};
 use infernix_engine::model::{ArtifactSource, LoadOptions, MemorySource, WeightSource, load};
-use infernix_engine::ngram::{MemoryRows, Ngram, NgramOptions, open_ngram};
+use infernix_engine::ngram::{MemoryRows, Ngram, NgramOptions, RowSource, open_ngram};
+use infernix_engine::numerics::round::mix;
 use infernix_formats::scalar::bf16_to_f32;
 use infernix_formats::{Format, Layout};
 use infernix_model::{Component, ModelConfig, Rows, Source, expert_parent_names, parameters, source_prefix};
@@ -107,6 +108,124 @@ fn per_expert(experts: u64, prefix: &str, source: &str, read: &dyn Fn(&str) -> S
         }
     }
     (shape, all)
+}
+
+/// A checkpoint in memory or an artifact.
+pub(crate) enum Model {
+    Plain(Box<MemorySource>, Option<MemoryRows>),
+    Artifact(Arc<Artifact>),
+}
+
+impl Model {
+    pub(crate) fn plain(name: &str) -> Option<Self> {
+        let (source, table) = plain_checkpoint(&shared(name)?);
+        Some(Model::Plain(Box::new(source), table))
+    }
+
+    /// A driver over a backend; the drafter is loaded if there is one.
+    pub(crate) fn driver<B: Backend>(
+        &self,
+        backend: B,
+        activations: ActivationPolicy,
+        options: DriverOptions,
+    ) -> Driver<B> {
+        match self {
+            Model::Plain(source, table) => {
+                let drafter = source.has_component(Component::Mtp);
+                let model =
+                    load(backend, &**source, LoadOptions { drafter, activations, ..LoadOptions::default() })
+                        .unwrap();
+                Driver::new(model, self.ngram(table), options).unwrap()
+            }
+            Model::Artifact(a) => {
+                let source = ArtifactSource::new(a.clone()).unwrap();
+                let drafter = source.has_component(Component::Mtp);
+                let model =
+                    load(backend, &source, LoadOptions { drafter, activations, ..LoadOptions::default() })
+                        .unwrap();
+                let ngram = open_ngram(a, None, NgramOptions { threads: 2, cache_bytes: 1 << 20 }).unwrap();
+                Driver::new(model, ngram.map(|n| n.0), options).unwrap()
+            }
+        }
+    }
+
+    /// A reader of the table of a checkpoint in memory.
+    fn ngram(&self, table: &Option<MemoryRows>) -> Option<Ngram> {
+        let Model::Plain(source, _) = self else { return None };
+        let ple = source.config.ple.as_ref()?;
+        let rows = MemoryRows::new(ple.row_width() as usize, all_rows(table.as_ref()?));
+        let options = NgramOptions { threads: 0, cache_bytes: 0 };
+        Some(Ngram::new(ple, source.config.vocab, Box::new(rows), options).unwrap())
+    }
+
+    /// The same, for tests that run rounds themselves.
+    pub(crate) fn own_ngram(&self) -> Option<Ngram> {
+        let Model::Plain(_, table) = self else { return None };
+        self.ngram(table)
+    }
+}
+
+fn all_rows(t: &MemoryRows) -> Vec<f32> {
+    let mut v = vec![0f32; t.rows() as usize * t.width()];
+    for (r, out) in v.chunks_exact_mut(t.width()).enumerate() {
+        t.read(r as u64, out).unwrap();
+    }
+    v
+}
+
+/// Random token ids below the vocabulary, and below 4,000.
+pub(crate) fn ids(vocab: u64, n: usize, seed: u64) -> Vec<u32> {
+    (0..n as u64)
+        .map(|i| (mix(seed.wrapping_mul(1_000_003).wrapping_add(i)) % vocab.min(4000)) as u32)
+        .collect()
+}
+
+/// Logits of a text read in one call.
+pub(crate) fn whole<B: Backend>(d: &mut Driver<B>, ids: &[u32], stream: u64) -> Vec<Vec<f32>> {
+    let mut s = d.open(stream).unwrap();
+    let out = d.prefill(&mut s, ids, Want::All).unwrap().logits;
+    d.close(s);
+    out
+}
+
+/// Bit for bit.
+pub(crate) fn same(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
+}
+
+/// Reads `ids` in pieces of random kind and size; decode rounds verify drafts of which a random part is kept.
+pub(crate) fn pieces<B: Backend>(
+    d: &mut Driver<B>,
+    s: &mut Sequence,
+    ids: &[u32],
+    seed: u64,
+) -> Vec<Vec<f32>> {
+    let mut out = Vec::new();
+    let mut r = seed;
+    let mut dice = |n: u64| {
+        r = mix(r.wrapping_add(0x9E37_79B9_7F4A_7C15));
+        r % n
+    };
+    while out.len() < ids.len() {
+        let left = ids.len() - out.len();
+        if dice(3) == 0 {
+            let n = (1 + dice(60) as usize).min(left);
+            out.extend(d.prefill(s, &ids[s.len()..s.len() + n], Want::All).unwrap().logits);
+            continue;
+        }
+        // Columns: the first `good` are the text's, the others are drafts that will be rejected.
+        let (good, bad) = ((1 + dice(3) as usize).min(left), dice(3) as usize);
+        let mut columns = ids[s.len()..s.len() + good].to_vec();
+        let vocab = d.model.config.vocab;
+        columns.extend((0..bad).map(|_| dice(vocab.min(1000)) as u32));
+        if dice(2) == 0 && d.model.draft.is_some() && !s.is_empty() {
+            d.draft(s, columns[0], 2, argmax).unwrap();
+        }
+        let logits = d.verify(s, &columns).unwrap();
+        d.commit(s, good).unwrap();
+        out.extend(logits.into_iter().take(good));
+    }
+    out
 }
 
 type Tensor<T> = (Vec<usize>, Vec<T>);

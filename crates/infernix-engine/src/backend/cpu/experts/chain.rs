@@ -73,7 +73,12 @@ pub(crate) struct Panel {
 
 impl Panel {
     /// Rows `first .. first + 16` of a row-major matrix.
-    pub(crate) fn fill(&mut self, w: &Rows<'_>, first: usize) {
+    pub(crate) fn fill(&mut self, isa: Isa, w: &Rows<'_>, first: usize) {
+        fill(isa, self, w, first);
+    }
+
+    #[inline(always)]
+    fn fill_rows(&mut self, w: &Rows<'_>, first: usize) {
         let k = w.k();
         self.group = w.group().unwrap_or(32);
         let groups = k.div_ceil(self.group);
@@ -124,6 +129,12 @@ impl Panel {
                 Column::Int8(x, s) => int8(isa, self, x, s, o),
             }
         }
+    }
+}
+
+per_isa! {
+    fn fill(p: &mut Panel, w: &Rows<'_>, first: usize) {
+        p.fill_rows(w, first);
     }
 }
 

@@ -122,8 +122,12 @@ impl Layer<'_> {
     fn kinds(&self) -> impl Iterator<Item = Kind> {
         match &self.store.store {
             Store::Rg16 { .. } => vec![Kind::Nvfp4Mul],
-            Store::Fp8 { .. } => vec![Kind::Fp8Block],
             Store::Parents { gate_up, down } => gate_up.kinds().chain(down.kinds()).collect(),
+            // Records are alike.
+            Store::Fp8 { .. } | Store::Ggml { .. } => {
+                let matrices = [ExpertMatrix::Gate, ExpertMatrix::Up, ExpertMatrix::Down];
+                matrices.iter().flat_map(|m| self.store.matrix(0, *m)).map(|r| r.kind()).collect::<Vec<_>>()
+            }
         }
         .into_iter()
     }
@@ -376,7 +380,7 @@ impl Layer<'_> {
                 Inputs::Columns(x) => {
                     let x: Vec<&Column> = columns.iter().map(|c| &x[*c]).collect();
                     let mut panel = Panel::default();
-                    panel.fill(w, first);
+                    panel.fill(self.isa, w, first);
                     panel.products(self.isa, &x, &mut out);
                 }
                 // 4-bit activations are of banks alone.

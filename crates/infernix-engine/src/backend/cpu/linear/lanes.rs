@@ -216,7 +216,7 @@ fn wide_entry(w: &Rows<'_>, first: usize, x: &[&[u32]], out: &mut [[f32; LANES]]
             Fp8Row | Fp8Tensor => wide_rows::<SFp8<false>, false>(w, first, x, out),
             Fp8Block => wide_rows::<SFp8<true>, false>(w, first, x, out),
             Mxfp8 => wide_rows::<SMxfp8, false>(w, first, x, out),
-            F32 | F16 => {}
+            F32 | F16 | Ggml(_) => {}
         }
     }
 }
@@ -228,7 +228,7 @@ pub(crate) fn pairs(k: usize) -> usize {
 
 /// Whether [`wide`] takes a kind.
 pub(crate) fn takes(kind: Kind) -> bool {
-    !matches!(kind, Kind::F32 | Kind::F16)
+    !matches!(kind, Kind::F32 | Kind::F16 | Kind::Ggml(_))
 }
 
 /// Rows `first .. first + 16` (fewer at the end) times each column of swapped pairs (`experts::chain::swapped`, padded
@@ -401,7 +401,7 @@ mod tests {
                         x.chunks_exact(k).map(|x| Quantised::new(Isa::Avx512Bf16, x)).collect();
                     for first in (0..n).step_by(LANES) {
                         let mut panel = Panel::default();
-                        panel.fill(&w, first);
+                        panel.fill(Isa::Scalar, &w, first);
                         let same = |x: Vec<Column>, got: &[[f32; LANES]], what: &str| {
                             let mut expected = vec![[0f32; LANES]; columns];
                             panel.products(Isa::Scalar, &x.iter().collect::<Vec<_>>(), &mut expected);

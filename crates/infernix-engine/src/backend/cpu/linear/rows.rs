@@ -399,6 +399,8 @@ impl Rows<'_> {
     }
 
     /// A row's exact codes in natural order, and the scale of each group of `group` values (1 where there is none).
+    /// Inlined into functions of one instruction set, whose loops vectorise.
+    #[inline(always)]
     pub(crate) fn natural(&self, row: usize, values: &mut [f32], group: usize, scales: &mut [f32]) {
         if let Kind::Ggml(t) = self.kind {
             let mut parts = Parts::default();
@@ -407,17 +409,40 @@ impl Rows<'_> {
             scales.copy_from_slice(&parts.scales);
             return;
         }
-        if matches!(self.kind, Kind::F32 | Kind::F16) {
-            values.iter_mut().enumerate().for_each(|(i, v)| *v = self.wide(row, i));
-            scales.fill(1.0);
-            return;
-        }
-        let mut codes = [0u16; BLOCK];
-        for (b, out) in values.chunks_mut(BLOCK).enumerate() {
-            self.block_codes(row, b, &mut codes);
-            for (i, o) in out.iter_mut().enumerate() {
-                let at = if self.kind.even_odd() { i % 2 * 32 + i / 2 } else { i };
-                *o = f32_of(codes[at]);
+        let codes = self.codes(row);
+        match self.kind {
+            Kind::F32 | Kind::F16 => {
+                values.iter_mut().enumerate().for_each(|(i, v)| *v = self.wide(row, i));
+                scales.fill(1.0);
+                return;
+            }
+            Kind::Bf16 => {
+                for (v, b) in values.iter_mut().zip(codes.as_chunks::<2>().0) {
+                    *v = f32_of(u16::from_le_bytes(*b));
+                }
+            }
+            Kind::Q8 => values.iter_mut().zip(codes).for_each(|(v, b)| *v = f32::from(*b as i8)),
+            Kind::Fp8Row | Kind::Fp8Tensor | Kind::Fp8Block | Kind::Mxfp8 => {
+                values.iter_mut().zip(codes).for_each(|(v, b)| *v = e4m3(*b));
+            }
+            Kind::Q4 => {
+                let (pairs, last) = values.as_chunks_mut::<2>();
+                for (v, b) in pairs.iter_mut().zip(codes) {
+                    *v = [f32::from((*b << 4) as i8 >> 4), f32::from(*b as i8 >> 4)];
+                }
+                if let (Some(v), Some(b)) = (last.first_mut(), codes.get(pairs.len())) {
+                    *v = f32::from((*b << 4) as i8 >> 4);
+                }
+            }
+            _ => {
+                let mut codes = [0u16; BLOCK];
+                for (b, out) in values.chunks_mut(BLOCK).enumerate() {
+                    self.block_codes(row, b, &mut codes);
+                    for (i, o) in out.iter_mut().enumerate() {
+                        let at = if self.kind.even_odd() { i % 2 * 32 + i / 2 } else { i };
+                        *o = f32_of(codes[at]);
+                    }
+                }
             }
         }
         for (g, s) in scales.iter_mut().enumerate() {
