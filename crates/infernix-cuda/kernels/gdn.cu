@@ -12,13 +12,17 @@
 #define KPT 16  // k of one thread
 
 // y [cols][y_pitch]: pre-convolution q | k | v (BF16). conv_state [lane][3][C]. a, b [cols][ab_pitch] BF16.
-// S [lane][nv][DK][DV] FP32. lane l has columns first[l] .. first[l+1). write_after[l]: S is stored after that many of its
-// columns (0: never, S stays as it was). o [cols][nv*DV] BF16 (may be null: fold only). grid (nv, DV/VB, lanes).
-extern "C" __global__ void __launch_bounds__(256) gdn_step(const u16* __restrict__ y, const u16* __restrict__ conv_state, const u16* __restrict__ conv_w,
+// S [slot][nv][DK][DV] FP32, slots `state_stride` values apart, columns before the next one `conv_stride` apart. lane l has
+// columns first[l] .. first[l+1) and starts from slot slots[l]. write_after[l]: S is stored after that many of its columns
+// (0: never) in slot out_slots[l] (null: where it came from; then the convolution's columns stay). o [cols][nv*DV] BF16
+// (may be null: fold only). rec: slots come in pairs, and pair p keeps the inputs of a lane with several columns at
+// rec + p * rec_stride: rows of C + 2 nv values y | a | b. grid (nv, DV/VB, lanes).
+extern "C" __global__ void __launch_bounds__(256) gdn_step(const u16* __restrict__ y, u16* __restrict__ conv_state, const u16* __restrict__ conv_w,
                                                            const u16* __restrict__ a, const u16* __restrict__ b, const float* __restrict__ a_log,
                                                            const float* __restrict__ dt_bias, float* __restrict__ S_all, const int* __restrict__ first,
                                                            const int* __restrict__ write_after, const int* __restrict__ slots, u16* __restrict__ o,
-                                                           int nk, int nv, int y_pitch, int ab_pitch) {
+                                                           int nk, int nv, int y_pitch, int ab_pitch, u64 state_stride, u64 conv_stride,
+                                                           const int* __restrict__ out_slots, u16* __restrict__ rec_all, u64 rec_stride) {
   __shared__ float qs[DK], ks[DK], vs[VB], redu[KG][VB], redn[2][4];
   const int tid = threadIdx.x, head = blockIdx.x, v0 = blockIdx.y * VB, lane_id = blockIdx.z;
   const int vi = tid & 31, kk = tid >> 5;
@@ -36,9 +40,14 @@ extern "C" __global__ void __launch_bounds__(256) gdn_step(const u16* __restrict
   pdl_launch();
   pdl_wait();
   const int slot = slots ? slots[lane_id] : lane_id;
-  float* S = S_all + ((size_t)slot * nv + head) * DK * DV + v0 + vi;
-  const u16* cs = conv_state + (size_t)slot * 3 * C;
+  const size_t in_head = (size_t)head * DK * DV + v0 + vi;
+  const float* S = S_all + slot * state_stride + in_head;
+  const u16* cs = conv_state + slot * conv_stride;
   const int c0 = first[lane_id], c1 = first[lane_id + 1], wa = write_after[lane_id];
+  const int out = out_slots ? out_slots[lane_id] : slot;
+  u16* rec = rec_all && c1 - c0 > 1 ? rec_all + (slot >> 1) * rec_stride : nullptr;
+  // q and k channels are shared by the value heads of a key head and by the blocks of a head: one of them stores.
+  const bool keeps = head % (nv / nk) == 0 && blockIdx.y == 0;
   float s[KPT];
 #pragma unroll
   for (int i = 0; i < KPT; i++) s[i] = S[(size_t)(kk * KPT + i) * DV];
@@ -47,6 +56,12 @@ extern "C" __global__ void __launch_bounds__(256) gdn_step(const u16* __restrict
   if (tid < 32) g0 = bf2f(cs[chv]), g1 = bf2f(cs[C + chv]), g2 = bf2f(cs[2 * C + chv]);
   for (int c = c0; c < c1; c++) {
     const float cur = bf2f(y[(size_t)c * y_pitch + ch]);
+    if (rec) {
+      u16* r = rec + (size_t)(c - c0) * (C + 2 * nv);
+      if (keeps) r[ch] = f2bf(cur);
+      if (tid < 32) r[chv] = y[(size_t)c * y_pitch + chv];
+      if (blockIdx.y == 0 && tid == 0) r[C + head] = a[(size_t)c * ab_pitch + head], r[C + nv + head] = b[(size_t)c * ab_pitch + head];
+    }
     float u = bf_lo(w0) * h0;
     u = fmaf(bf_hi(w0), h1, u), u = fmaf(bf_lo(w1), h2, u), u = fmaf(bf_hi(w1), cur, u);
     h0 = h1, h1 = h2, h2 = cur;
@@ -91,8 +106,14 @@ extern "C" __global__ void __launch_bounds__(256) gdn_step(const u16* __restrict
       o[(size_t)c * nv * DV + head * DV + v0 + vi] = f2bf(r);
     }
     if (c - c0 + 1 == wa) {
+      float* to = S_all + out * state_stride + in_head;
 #pragma unroll
-      for (int i = 0; i < KPT; i++) S[(size_t)(kk * KPT + i) * DV] = s[i];
+      for (int i = 0; i < KPT; i++) to[(size_t)(kk * KPT + i) * DV] = s[i];
+      if (out_slots) {
+        u16* co = conv_state + out * conv_stride;
+        if (keeps) co[ch] = f2bf(h0), co[C + ch] = f2bf(h1), co[2 * C + ch] = f2bf(h2);
+        if (tid < 32) co[chv] = f2bf(g0), co[C + chv] = f2bf(g1), co[2 * C + chv] = f2bf(g2);
+      }
     }
   }
 }

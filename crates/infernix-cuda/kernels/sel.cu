@@ -71,12 +71,12 @@ template <int HELD, typename Load, typename Put> DEV void select_top(int n, int 
     if (i < per) emit(first + i * 32, held[i]);
 }
 
-// score(b) = scale * sum_h relu(q_h . k_b). q [rows][4][128] BF16 (normed, rotated), pooled keys in pages of 1 << page_log
+// score(b) = scale * sum_h relu(q_h . k_b). q [rows][heads <= 4][128] BF16 (normed, rotated), pooled keys in pages of 1 << page_log
 // blocks, 128 values a block. Row r has (pos + 1) / ratio blocks. scores [rows][pitch] FP32. grid (ceil(blocks/64), rows), 256 threads.
 extern "C" __global__ void __launch_bounds__(256) qsa_score(const u16* __restrict__ q, const u16* __restrict__ keys, const int* __restrict__ tables,
                                                             const int* __restrict__ row_lane, const int* __restrict__ row_pos, float* __restrict__ scores,
                                                             int q_pitch, int table_pitch, int page_log, int page_stride, int ratio, int pitch,
-                                                            float scale) {
+                                                            float scale, int heads) {
   pdl_launch();
   pdl_wait();
   const int row = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) qsa_score(const u16* __restric
 #pragma unroll
   for (int st = 0; st < 4; st++) {
     uint4 a = make_uint4(0, 0, 0, 0);
-    if (g < 4) a = __ldg((const uint4*)(q + (size_t)row * q_pitch + g * 128 + st * 32 + c * 8));
+    if (g < heads) a = __ldg((const uint4*)(q + (size_t)row * q_pitch + g * 128 + st * 32 + c * 8));
     const uint4 b = __ldg((const uint4*)(kr + st * 32 + c * 8));
     mma16816(s, a.x, 0, a.y, 0, b.x, b.y);
     mma16816(s, a.z, 0, a.w, 0, b.z, b.w);

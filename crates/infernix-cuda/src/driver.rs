@@ -8,9 +8,10 @@
 
 use crate::error::{CudaError, Result};
 use cudarc::driver::sys;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
     if code == sys::CUresult::CUDA_SUCCESS {
@@ -50,6 +51,8 @@ pub struct Device {
     info: DeviceInfo,
     context: sys::CUcontext,
     functions: HashMap<String, sys::CUfunction>,
+    /// Dynamic shared memory each function was allowed, by address.
+    shared: Mutex<HashMap<usize, usize>>,
 }
 
 // SAFETY: driver handles may be used from any thread once the context is current there, which `bind` ensures.
@@ -132,7 +135,7 @@ impl Device {
                 let built = crate::embedded_targets().join(", ");
                 return Err(CudaError::WrongTarget { device: info.name, have: info.capability, built });
             }
-            Ok(Arc::new(Device { info, context, functions }))
+            Ok(Arc::new(Device { info, context, functions, shared: Mutex::default() }))
         }
     }
 
@@ -168,7 +171,7 @@ impl Device {
             // The fill is asynchronous and in no order with streams: one that ran late would erase what a kernel wrote.
             check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))?;
         }
-        Ok(DeviceBuffer { device: self.clone(), ptr, bytes: len })
+        Ok(DeviceBuffer { device: self.clone(), ptr, bytes: len, owner: None })
     }
 
     /// Allocates and copies.
@@ -183,7 +186,7 @@ impl Device {
         let mut raw = std::ptr::null_mut();
         // SAFETY: valid out pointer.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, 1) })?;
-        Ok(Stream { device: self.clone(), raw })
+        Ok(Stream { device: self.clone(), raw, tape: RefCell::new(None) })
     }
 
     /// A new event that records times.
@@ -202,13 +205,28 @@ impl Device {
         Ok(PinnedBuffer { _device: self.clone(), ptr: p.cast(), bytes })
     }
 
+    /// Page-locks memory that stays where it is. The device reads it at the same address.
+    pub fn register(self: &Arc<Self>, memory: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Result<Registered> {
+        let bytes = (*memory).as_ref();
+        let p = bytes.as_ptr().cast_mut().cast::<c_void>();
+        // SAFETY: the range is live as long as the guard holds `memory`. Flags: portable | mapped.
+        check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(p, bytes.len(), 3) })?;
+        Ok(Registered { _device: self.clone(), memory })
+    }
+
     /// A kernel by name, allowed to use `shared` bytes of dynamic shared memory.
     pub fn kernel(self: &Arc<Self>, name: &str, shared: usize) -> Result<Kernel> {
         let Some(&f) = self.functions.get(name) else { return Err(CudaError::NoKernel(name.into())) };
         if shared > 48 << 10 {
-            let a = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: f is a function of a loaded module.
-            check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(f, a, shared as i32) })?;
+            // The allowance belongs to the function: a smaller plan of another caller must not take it away.
+            let mut allowed = self.shared.lock().unwrap_or_else(|e| e.into_inner());
+            let have = allowed.entry(f as usize).or_default();
+            if shared > *have {
+                let a = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                // SAFETY: f is a function of a loaded module.
+                check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(f, a, shared as i32) })?;
+                *have = shared;
+            }
         }
         Ok(Kernel { _device: self.clone(), raw: f, shared: shared as u32 })
     }
@@ -239,9 +257,22 @@ pub struct DeviceBuffer {
     device: Arc<Device>,
     ptr: u64,
     bytes: usize,
+    /// The allocation that a part belongs to; `None` owns its memory.
+    owner: Option<Arc<DeviceBuffer>>,
 }
 
 impl DeviceBuffer {
+    /// `bytes` bytes of a larger allocation from byte `offset` on, which lives as long as the part does. What follows
+    /// the part in the allocation takes the place of the padding.
+    pub fn part(whole: &Arc<DeviceBuffer>, offset: usize, bytes: usize) -> Result<DeviceBuffer> {
+        if offset + bytes > whole.bytes {
+            let what = format!("{bytes} bytes at {offset} of {}", whole.bytes);
+            return Err(CudaError::Shape { kernel: "part", what });
+        }
+        let (device, ptr) = (whole.device.clone(), whole.ptr + offset as u64);
+        Ok(DeviceBuffer { device, ptr, bytes, owner: Some(whole.clone()) })
+    }
+
     /// Address on the device.
     pub fn ptr(&self) -> u64 {
         self.ptr
@@ -312,6 +343,9 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
+        if self.owner.is_some() {
+            return;
+        }
         // SAFETY: allocated by cuMemAlloc and freed once; the call waits for work that uses it. An error can only
         // mean that the context is already lost.
         let _ = unsafe { sys::cuMemFree_v2(self.ptr) };
@@ -354,13 +388,45 @@ impl Drop for PinnedBuffer {
     }
 }
 
+/// Page-locked memory of someone else's, see [`Device::register`].
+pub struct Registered {
+    _device: Arc<Device>,
+    memory: Arc<dyn AsRef<[u8]> + Send + Sync>,
+}
+
+impl Registered {
+    /// Address for kernels and copies.
+    pub fn device_ptr(&self) -> u64 {
+        (*self.memory).as_ref().as_ptr() as u64
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        // SAFETY: registered once, released once.
+        let _ = unsafe { sys::cuMemHostUnregister((*self.memory).as_ref().as_ptr().cast_mut().cast()) };
+    }
+}
+
 /// An event with a time stamp.
 pub struct Event {
     _device: Arc<Device>,
     raw: sys::CUevent,
 }
 
+// SAFETY: a handle, used from one thread at a time.
+unsafe impl Send for Event {}
+
 impl Event {
+    /// Whether everything before it has been done.
+    pub fn is_done(&self) -> Result<bool> {
+        // SAFETY: live event.
+        match unsafe { sys::cuEventQuery(self.raw) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
     /// Microseconds from `start` to `self`; waits for both.
     pub fn micros_since(&self, start: &Event) -> Result<f64> {
         let mut ms = 0f32;
@@ -384,7 +450,11 @@ impl Drop for Event {
 pub struct Stream {
     device: Arc<Device>,
     raw: sys::CUstream,
+    tape: RefCell<Option<Tape>>,
 }
+
+// SAFETY: a handle and plain data, used from one thread at a time.
+unsafe impl Send for Stream {}
 
 impl Stream {
     /// The device.
@@ -413,6 +483,25 @@ impl Stream {
     /// Launches a kernel. `pdl` lets it start before its predecessor has finished: every kernel of this crate
     /// executes `griddepcontrol.wait` before it reads what an earlier kernel wrote.
     pub fn launch(&self, k: &Kernel, grid: [u32; 3], block: u32, pdl: bool, args: &Args) -> Result<()> {
+        if let Some(tape) = &mut *self.tape.borrow_mut() {
+            let first = tape.words.len();
+            tape.words.extend_from_slice(&args.words[..args.n]);
+            let function = k.raw as usize;
+            tape.launches.push(Launch { function, shared: k.shared, grid, block, pdl, first, n: args.n });
+            return Ok(());
+        }
+        self.enqueue(k.raw, k.shared, grid, block, pdl, &args.words[..args.n])
+    }
+
+    fn enqueue(
+        &self,
+        function: sys::CUfunction,
+        shared: u32,
+        grid: [u32; 3],
+        block: u32,
+        pdl: bool,
+        words: &[u64],
+    ) -> Result<()> {
         let mut attr = sys::CUlaunchAttribute_st {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
@@ -426,18 +515,79 @@ impl Stream {
             blockDimX: block,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: k.shared,
+            sharedMemBytes: shared,
             hStream: self.raw,
             attrs: &mut attr,
             numAttrs: u32::from(pdl),
         };
-        let mut pointers: Vec<*mut c_void> =
-            args.words.iter().map(|w| std::ptr::from_ref(w).cast_mut().cast::<c_void>()).collect();
+        let mut pointers = [std::ptr::null_mut::<c_void>(); Args::MOST];
+        for (p, w) in pointers.iter_mut().zip(words) {
+            *p = std::ptr::from_ref(w).cast_mut().cast();
+        }
         // SAFETY: each argument word is 8 bytes, at least as large as the parameter it stands for (little-endian, so
         // smaller parameters read its low bytes). The wrappers in `kernels` pass what each kernel declares.
         check("cuLaunchKernelEx", unsafe {
-            sys::cuLaunchKernelEx(&cfg, k.raw, pointers.as_mut_ptr(), std::ptr::null_mut())
+            sys::cuLaunchKernelEx(&cfg, function, pointers.as_mut_ptr(), std::ptr::null_mut())
         })
+    }
+
+    /// From now on launches are noted instead of made.
+    pub fn hold(&self) {
+        self.tape.borrow_mut().get_or_insert_default();
+    }
+
+    /// What was noted since [`Stream::hold`]; launches are made again from now on.
+    pub fn release(&self) -> Tape {
+        self.tape.borrow_mut().take().unwrap_or_default()
+    }
+
+    /// Makes the launches of a tape.
+    pub fn play(&self, tape: &Tape) -> Result<()> {
+        for l in &tape.launches {
+            let words = &tape.words[l.first..l.first + l.n];
+            // The function was a kernel of this device when it was noted.
+            self.enqueue(l.function as sys::CUfunction, l.shared, l.grid, l.block, l.pdl, words)?;
+        }
+        Ok(())
+    }
+
+    /// Copies between device memory and page-locked memory or within either, in stream order. The caller keeps both
+    /// ranges alive and, on the host, untouched until the stream has passed.
+    pub fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<()> {
+        // SAFETY: addresses of live ranges by the caller's promise; unified addressing finds the direction.
+        check("cuMemcpyAsync", unsafe { sys::cuMemcpyAsync(to, from, bytes, self.raw) })
+    }
+
+    /// Sets a range of device memory to zero, in stream order.
+    pub fn zero(&self, at: u64, bytes: usize) -> Result<()> {
+        // SAFETY: a live range by the caller's promise.
+        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.raw) })
+    }
+
+    /// Waits for the stream, then copies `n` values from device address `from`.
+    pub fn read<T: Plain>(&self, from: u64, n: usize) -> Result<Vec<T>> {
+        self.synchronize()?;
+        let mut v = vec![T::default(); n];
+        // SAFETY: a live range by the caller's promise; any bits are a valid T.
+        check("cuMemcpyDtoH", unsafe {
+            sys::cuMemcpyDtoH_v2(v.as_mut_ptr().cast(), from, n * size_of::<T>())
+        })?;
+        Ok(v)
+    }
+
+    /// Waits for the stream, then copies values to device address `to`.
+    pub fn write<T: Plain>(&self, to: u64, values: &[T]) -> Result<()> {
+        self.synchronize()?;
+        // SAFETY: a live range by the caller's promise.
+        check("cuMemcpyHtoD", unsafe {
+            sys::cuMemcpyHtoD_v2(to, values.as_ptr().cast(), std::mem::size_of_val(values))
+        })
+    }
+
+    /// Work enqueued from now on waits for `event`.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        // SAFETY: live handles.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) })
     }
 
     /// Records the launches made by `body` as a graph.
@@ -473,11 +623,44 @@ impl Drop for Stream {
     }
 }
 
+/// Launches noted instead of made: what a round is made of, and the key of its graph.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tape {
+    launches: Vec<Launch>,
+    words: Vec<u64>,
+}
+
+impl Tape {
+    /// Number of launches.
+    pub fn len(&self) -> usize {
+        self.launches.len()
+    }
+
+    /// Whether it holds no launch.
+    pub fn is_empty(&self) -> bool {
+        self.launches.is_empty()
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Launch {
+    function: usize,
+    shared: u32,
+    grid: [u32; 3],
+    block: u32,
+    pdl: bool,
+    first: usize,
+    n: usize,
+}
+
 /// An executable graph of launches.
 pub struct Graph {
     _device: Arc<Device>,
     raw: sys::CUgraphExec,
 }
+
+// SAFETY: a handle, used from one thread at a time.
+unsafe impl Send for Graph {}
 
 impl Drop for Graph {
     fn drop(&mut self) {
@@ -500,34 +683,41 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 /// Kernel arguments, one 8-byte word each.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Args {
-    words: Vec<u64>,
+    words: [u64; Args::MOST],
+    n: usize,
 }
 
 impl Args {
+    /// More than any kernel here takes.
+    const MOST: usize = 32;
+
     /// None yet.
     pub fn new() -> Self {
         Self::default()
     }
-    /// A device address (or 0).
-    pub fn ptr(mut self, p: u64) -> Self {
-        self.words.push(p);
+    fn push(mut self, word: u64) -> Self {
+        // No kernel has more parameters: a longer list is a mistake in a wrapper, which its self-test shows.
+        debug_assert!(self.n < Self::MOST);
+        self.words[self.n] = word;
+        self.n += 1;
         self
+    }
+    /// A device address (or 0).
+    pub fn ptr(self, p: u64) -> Self {
+        self.push(p)
     }
     /// A 32-bit integer parameter.
-    pub fn int(mut self, v: usize) -> Self {
-        self.words.push(v as u64);
-        self
+    pub fn int(self, v: usize) -> Self {
+        self.push(v as u64)
     }
     /// Several 32-bit integer parameters.
-    pub fn ints(mut self, v: &[usize]) -> Self {
-        self.words.extend(v.iter().map(|v| *v as u64));
-        self
+    pub fn ints(self, v: &[usize]) -> Self {
+        v.iter().fold(self, |a, v| a.int(*v))
     }
     /// A float parameter.
-    pub fn f32(mut self, v: f32) -> Self {
-        self.words.push(u64::from(v.to_bits()));
-        self
+    pub fn f32(self, v: f32) -> Self {
+        self.push(u64::from(v.to_bits()))
     }
 }

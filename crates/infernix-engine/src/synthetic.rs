@@ -5,8 +5,10 @@
 
 use crate::backend::{WeightData, WeightPart};
 use crate::error::EngineError;
+use crate::memory::HugeMemory;
 use crate::model::MemorySource;
-use infernix_formats::expert_bank::{BankShape, Nvfp4Planes, pack_nvfp4};
+use crate::ngram::{Ngram, NgramOptions, RowSource};
+use infernix_formats::expert_bank::BankShape;
 use infernix_formats::scalar::{bf16_from_f32, e4m3_from_f32, f16_from_f32};
 use infernix_formats::{Format, Layout, PlaneRole, encoded_size, planes};
 use infernix_model::{
@@ -24,6 +26,8 @@ pub struct Geometry {
     pub name: &'static str,
     /// What it is.
     pub about: &'static str,
+    /// Format of its large matrices unless another is asked for.
+    pub format: Format,
     numbers: Numbers,
 }
 
@@ -40,6 +44,10 @@ struct Numbers {
     intermediate: u64,
     /// Experts, experts a token, width of one; `None` is dense.
     experts: Option<(u64, u64, u64)>,
+    /// A published model: NVFP4 experts with 4-bit activations whatever the format of the rest.
+    published: bool,
+    /// Hyper-connections, sparse attention and n-gram embedding of Flash-Next.
+    next: bool,
 }
 
 const TEST: Numbers = Numbers {
@@ -52,23 +60,43 @@ const TEST: Numbers = Numbers {
     value_heads: 2,
     intermediate: 256,
     experts: None,
+    published: false,
+    next: false,
+};
+
+/// The published models, dimensions as in their configurations.
+const PUBLISHED: Numbers = Numbers {
+    hidden: 2560,
+    layers: 48,
+    vocab: 248_320,
+    heads: 24,
+    kv_heads: 2,
+    key_heads: 16,
+    value_heads: 48,
+    intermediate: 640,
+    experts: Some((512, 10, 640)),
+    published: true,
+    next: true,
 };
 
 /// Every geometry, smallest first. Head widths are the family's: 256 in attention, 128 in the delta net.
-pub const GEOMETRIES: [Geometry; 4] = [
+pub const GEOMETRIES: [Geometry; 7] = [
     Geometry {
         name: "qwen3_5_test",
         about: "1.0 M parameters, dense, for tests: 4 layers of width 128",
+        format: Format::Q4G64,
         numbers: TEST,
     },
     Geometry {
         name: "qwen3_5_moe_test",
         about: "1.8 M parameters with 4 experts, 2 a token, for tests",
+        format: Format::Q4G64,
         numbers: Numbers { experts: Some((4, 2, 128)), ..TEST },
     },
     Geometry {
         name: "qwen3_5_0_6b",
         about: "0.6 B parameters, dense: 24 layers of width 1024",
+        format: Format::Q4G64,
         numbers: Numbers {
             hidden: 1024,
             layers: 24,
@@ -78,12 +106,13 @@ pub const GEOMETRIES: [Geometry; 4] = [
             key_heads: 16,
             value_heads: 16,
             intermediate: 3584,
-            experts: None,
+            ..TEST
         },
     },
     Geometry {
         name: "qwen3_5_moe_2b",
         about: "2.2 B parameters, 0.6 B a token: 24 layers of width 1024 with 64 experts, 8 a token",
+        format: Format::Q4G64,
         numbers: Numbers {
             hidden: 1024,
             layers: 24,
@@ -94,7 +123,42 @@ pub const GEOMETRIES: [Geometry; 4] = [
             value_heads: 16,
             intermediate: 512,
             experts: Some((64, 8, 384)),
+            ..TEST
         },
+    },
+    Geometry {
+        name: "qwen3_8_27b",
+        about: "27 B parameters, dense: the geometry of Qwen3.8-27B",
+        format: Format::Nvfp4Mul,
+        numbers: Numbers {
+            hidden: 5120,
+            layers: 64,
+            kv_heads: 4,
+            intermediate: 17_408,
+            experts: None,
+            next: false,
+            ..PUBLISHED
+        },
+    },
+    Geometry {
+        name: "qwen3_5_122b_a10b",
+        about: "122 B parameters, 10 B a token: the geometry of Qwen3.5-122B-A10B",
+        format: Format::Q8G32,
+        numbers: Numbers {
+            hidden: 3072,
+            heads: 32,
+            value_heads: 64,
+            intermediate: 1024,
+            experts: Some((256, 8, 1024)),
+            next: false,
+            ..PUBLISHED
+        },
+    },
+    Geometry {
+        name: "qwen3_8_flash_next",
+        about: "125 B parameters, 512 experts: the geometry of Qwen3.8-Flash-Next, its n-gram rows made as they are read",
+        format: Format::Q8G32,
+        numbers: PUBLISHED,
     },
 ];
 
@@ -106,6 +170,20 @@ impl Geometry {
     /// The geometry of a name.
     pub fn find(name: &str) -> Option<Geometry> {
         GEOMETRIES.into_iter().find(|g| g.name == name)
+    }
+
+    /// The same with fewer layers.
+    pub fn with_layers(self, layers: u64) -> Geometry {
+        Geometry { numbers: Numbers { layers: layers.max(1), ..self.numbers }, ..self }
+    }
+
+    /// Its n-gram rows, where it has an n-gram embedding: random values of RMS 1, a function of the row alone.
+    pub fn ngram(&self) -> Result<Option<Ngram>, EngineError> {
+        let config = self.config()?;
+        let Some(ple) = &config.ple else { return Ok(None) };
+        let rows = Rows { width: ple.row_width() as usize };
+        let options = NgramOptions { threads: 4, cache_bytes: 0 };
+        Ngram::new(ple, config.vocab, Box::new(rows), options).map(Some)
     }
 
     /// Its configuration, as a checkpoint would state it.
@@ -145,6 +223,38 @@ impl Geometry {
             map.insert("moe_intermediate_size".into(), json!(width));
             map.insert("shared_expert_intermediate_size".into(), json!(n.intermediate));
         }
+        if let (true, Value::Object(map)) = (n.next, &mut c) {
+            let kinds: Vec<_> = (0..n.layers)
+                .map(|i| if i % 4 == 3 { "full_attention" } else { "linear_attention" })
+                .collect();
+            let next = json!({
+                "model_type": "qwen4_exp_text",
+                "layer_types": kinds,
+                "norm_topk_prob": true,
+                "mamba_ssm_dtype": "float32",
+                "output_gate_type": "sigmoid",
+                "hc_count": 4,
+                "hc_lowrank": 320,
+                "ple_layer_ids": [2],
+                "ple_embed_dim": 2560,
+                "ple_conv_kernel_size": 4,
+                "ngram_size": 3,
+                "heads_per_ngram": 8,
+                "ngram_vocab_size_base": 20_000_000,
+                "make_ngram_vocab_size_divisible_by": 128,
+                "split_ngram_parts": 128,
+                "indexer_n_heads": 4,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 128,
+                "indexer_budget": 2048,
+                "indexer_compress_ratio": 4,
+                "eos_token_id": 248_044,
+                "bos_token_id": 248_044,
+            });
+            if let Value::Object(next) = next {
+                map.extend(next);
+            }
+        }
         ModelConfig::from_json(&c).map_err(|e| EngineError::Unsupported(format!("{}: {e}", self.name)))
     }
 }
@@ -164,10 +274,10 @@ pub struct Sizes {
 pub fn sizes(geometry: &Geometry, format: Format) -> Result<Sizes, EngineError> {
     let config = geometry.config()?;
     let mut s = Sizes { parameters: 0, bytes: 0, bytes_per_token: 0 };
-    for p in text_parameters(&config) {
+    for p in text_parameters(&config, false) {
         let values: u64 = p.shape.iter().product::<u64>() * if p.class == Class::Experts { 3 } else { 1 };
         let mut bytes = 0;
-        for (_, format, layout, shape) in objects(&p, format) {
+        for (_, format, layout, shape) in objects(&p, format, &geometry.numbers) {
             bytes += encoded_size(layout, format, &shape).map_err(|e| source(&p.name, e))?;
         }
         s.parameters += values;
@@ -189,10 +299,15 @@ pub fn build(geometry: &Geometry, format: Format, seed: u64) -> Result<MemorySou
     let config = geometry.config()?;
     let mut weights = BTreeMap::new();
     let mut key = seed;
-    for p in text_parameters(&config) {
-        for (name, format, layout, shape) in objects(&p, format) {
+    for p in text_parameters(&config, geometry.numbers.published) {
+        if p.class == Class::ExpertInputScales {
+            let data = input_scales(&p.shape);
+            weights.insert(p.name.clone(), data);
+            continue;
+        }
+        for (name, format, layout, shape) in objects(&p, format, &geometry.numbers) {
             key = mix(key);
-            let words = words(p.class, format, layout, &shape, key).map_err(|e| source(&name, e))?;
+            let words = words(p.class, format, layout, &shape, key)?;
             let rows = match shape.len() {
                 0 | 1 => 1,
                 n => shape[..n - 1].iter().product(),
@@ -202,28 +317,77 @@ pub fn build(geometry: &Geometry, format: Format, seed: u64) -> Result<MemorySou
             weights.insert(name, WeightData { shape, parts: vec![part] });
         }
     }
-    Ok(MemorySource { config, weights, expert_activation: 16 })
+    let expert_activation = if geometry.numbers.published { 4 } else { 16 };
+    Ok(MemorySource { config, weights, expert_activation })
+}
+
+/// Scales that let activations up to 4 use all of a 4-bit code times an E4M3 scale.
+fn input_scales(shape: &[u64]) -> WeightData {
+    let n = shape.iter().product::<u64>() as usize;
+    let words: Vec<u8> = (0..n).flat_map(|_| (4f32 / (6.0 * 448.0)).to_le_bytes()).collect();
+    let rows = shape[..shape.len() - 1].iter().product();
+    let part = WeightPart {
+        format: Format::Fp32,
+        layout: Layout::ContiguousLeV1,
+        shape: shape.to_vec(),
+        bytes: Arc::new(words),
+        rows: 0..rows,
+    };
+    WeightData { shape: shape.to_vec(), parts: vec![part] }
+}
+
+/// Rows of a table that is never stored.
+struct Rows {
+    width: usize,
+}
+
+impl RowSource for Rows {
+    fn width(&self) -> usize {
+        self.width
+    }
+
+    fn rows(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn read(&self, row: u64, out: &mut [f32]) -> Result<(), String> {
+        let mut state = mix(row);
+        for part in out.chunks_mut(4) {
+            let word = next(&mut state);
+            // Four values of 16 bits, uniform with RMS 1.
+            for (i, v) in part.iter_mut().enumerate() {
+                *v = ((word >> (16 * i)) as u16 as i16) as f32 * (3f32.sqrt() / 32_768.0);
+            }
+        }
+        Ok(())
+    }
 }
 
 fn source(name: &str, e: infernix_formats::FormatError) -> EngineError {
     EngineError::Source { name: name.to_owned(), source: e.into() }
 }
 
-fn text_parameters(config: &ModelConfig) -> Vec<Parameter> {
+fn text_parameters(config: &ModelConfig, published: bool) -> Vec<Parameter> {
     let all = parameters(config, &source_prefix(|_| false), &[Component::Text]);
-    all.into_iter().filter(|p| p.class != Class::ExpertInputScales).collect()
+    // A table is read row by row from elsewhere; calibrated scales come with published experts only.
+    let wanted = |p: &Parameter| match p.class {
+        Class::NgramTable | Class::NgramScale => false,
+        Class::ExpertInputScales => published,
+        _ => true,
+    };
+    all.into_iter().filter(wanted).collect()
 }
 
 /// The stored objects of a parameter: name, format, layout and shape.
-fn objects(p: &Parameter, format: Format) -> Vec<(String, Format, Layout, Vec<u64>)> {
+fn objects(p: &Parameter, format: Format, n: &Numbers) -> Vec<(String, Format, Layout, Vec<u64>)> {
     let layout = match format {
         Format::Bf16 => Layout::ContiguousLeV1,
         Format::Nvfp4Mul => Layout::BlockScaleK16V1,
         _ => Layout::RowSplitK128V1,
     };
     match p.class {
-        Class::Experts if format == Format::Nvfp4Mul => {
-            vec![(p.name.clone(), format, Layout::Nvfp4ExpertRg16V1, p.shape.clone())]
+        Class::Experts if n.published || format == Format::Nvfp4Mul => {
+            vec![(p.name.clone(), Format::Nvfp4Mul, Layout::Nvfp4ExpertRg16V1, p.shape.clone())]
         }
         Class::Experts => {
             let (e, h, i) = (p.shape[0], p.shape[1], p.shape[2]);
@@ -267,14 +431,16 @@ fn words(
     layout: Layout,
     shape: &[u64],
     key: u64,
-) -> Result<Vec<u8>, infernix_formats::FormatError> {
+) -> Result<HugeMemory, EngineError> {
+    let bad = |e| source(class.name(), e);
     let k = shape.last().copied().unwrap_or(1).max(1);
     // The RMS of a row's values that makes the RMS of its product with unit-RMS input 1; 1 for a table of rows.
     let rms = if class == Class::Embed { 1.0 } else { 1.0 / (k as f64).sqrt() };
-    let mut out = vec![0u8; encoded_size(layout, format, shape)? as usize];
+    let mut memory = HugeMemory::new(encoded_size(layout, format, shape).map_err(bad)? as usize)?;
+    let out = memory.as_mut();
     if layout == Layout::Nvfp4ExpertRg16V1 {
-        bank(shape, key, &mut out)?;
-        return Ok(out);
+        bank(shape, key, out).map_err(bad)?;
+        return Ok(memory);
     }
     if format == Format::Bf16 {
         let value = |u: f64| match class {
@@ -294,10 +460,10 @@ fn words(
                 word.copy_from_slice(&bf16_from_f32(value(u) as f32).to_le_bytes());
             }
         });
-        return Ok(out);
+        return Ok(memory);
     }
     let spec = format.group_spec();
-    for plane in planes(layout, format, shape)? {
+    for plane in planes(layout, format, shape).map_err(bad)? {
         let bytes = &mut out[plane.offset as usize..][..plane.bytes as usize];
         match (plane.role, spec) {
             (PlaneRole::Scales, Some(spec)) => {
@@ -311,7 +477,7 @@ fn words(
             _ => fill(bytes, format, key ^ u64::from(plane.role == PlaneRole::HighBits)),
         }
     }
-    Ok(out)
+    Ok(memory)
 }
 
 /// Root mean square of E2M1 values under uniform codes: mean of 0, 1/4, 1, 9/4, 4, 9, 16, 36.
@@ -340,22 +506,21 @@ fn fill(bytes: &mut [u8], format: Format, key: u64) {
     });
 }
 
-/// One expert packed from random planes, and the others from other planes; scales preserve the RMS of each product.
+/// Random codes and unit scales in every record of a bank; the expert's scales preserve the RMS of each product.
 fn bank(shape: &[u64], key: u64, out: &mut [u8]) -> Result<(), infernix_formats::FormatError> {
+    /// 16 x 16 codes of 4 bits, then the scale of each row.
+    const UNIT: usize = 144;
     let bank = BankShape::new(Layout::Nvfp4ExpertRg16V1, shape)?;
-    let values = (bank.hidden * bank.intermediate) as usize;
     let (records, scales) = out.split_at_mut((bank.stride * bank.experts) as usize);
-    let one = vec![e4m3_from_f32(1.0); values / 16];
-    records.par_chunks_mut(bank.stride as usize).enumerate().try_for_each(|(e, record)| {
+    let one = e4m3_from_f32(1.0);
+    records.par_chunks_mut(bank.stride as usize).enumerate().for_each(|(e, record)| {
         let mut state = mix(key ^ (e as u64) << 32);
-        let mut codes = vec![0u8; 3 * values / 2];
-        for part in codes.chunks_mut(8) {
-            part.copy_from_slice(&next(&mut state).to_le_bytes()[..part.len()]);
+        for unit in record[..bank.record_bytes as usize].chunks_exact_mut(UNIT) {
+            let (codes, row_scales) = unit.split_at_mut(UNIT - 16);
+            codes.as_chunks_mut::<8>().0.iter_mut().for_each(|c| *c = next(&mut state).to_le_bytes());
+            row_scales.fill(one);
         }
-        let planes: Vec<Nvfp4Planes<'_>> =
-            codes.chunks_exact(values / 2).map(|codes| Nvfp4Planes { codes, scales: &one }).collect();
-        pack_nvfp4(&bank, planes[0], planes[1], planes[2], record)
-    })?;
+    });
     for expert in scales.chunks_exact_mut(12) {
         for (word, k) in expert.chunks_exact_mut(4).zip([bank.hidden, bank.hidden, bank.intermediate]) {
             word.copy_from_slice(&((1.0 / (k as f64).sqrt() / E2M1_RMS) as f32).to_le_bytes());

@@ -98,6 +98,12 @@ impl Attention {
         })
     }
 
+    /// The same for calls of many rows, where few parts a row are enough: their sums take less memory. Bits differ from those of
+    /// the plain form.
+    pub fn for_many_rows(self) -> Self {
+        Attention { slots: 4 * self.kv_heads, ..self }
+    }
+
     /// Splits of rows of at most `len` keys: the kernel cuts a row into equal parts of at least 64 keys, as many as blocks of it
     /// fit the device at once.
     pub fn splits(&self, len: usize) -> usize {

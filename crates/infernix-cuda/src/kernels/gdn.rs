@@ -44,6 +44,21 @@ pub struct GdnArgs {
     pub o: u64,
     /// Lanes.
     pub lanes: usize,
+    /// Values between slots of `state`; 0 = packed.
+    pub state_stride: usize,
+    /// Elements between slots of `conv_state`; 0 = packed.
+    pub conv_stride: usize,
+    /// I32 `[lanes]`: slot that takes the state and the last three columns, or 0: the state goes back where it came from and the
+    /// columns stay.
+    pub out_slots: u64,
+    /// BF16: the inputs of lanes with several columns, rows `y | a | b` of the lane's pair of slots (slot / 2), or 0.
+    pub record: u64,
+    /// Elements between pairs in `record`.
+    pub record_stride: usize,
+}
+
+fn packed(stride: usize, natural: usize) -> usize {
+    if stride == 0 { natural } else { stride }
 }
 
 impl GdnStep {
@@ -56,6 +71,11 @@ impl GdnStep {
             });
         }
         Ok(GdnStep { kernel: dev.kernel("gdn_step", 0)?, nk, nv })
+    }
+
+    /// Channels of the convolution.
+    pub fn channels(&self) -> usize {
+        128 * (2 * self.nk + self.nv)
     }
 
     /// Runs the columns of every lane in order.
@@ -73,7 +93,11 @@ impl GdnStep {
             .ptr(a.write_after)
             .ptr(a.slots)
             .ptr(a.o)
-            .ints(&[self.nk, self.nv, a.y_pitch, a.ab_pitch]);
+            .ints(&[self.nk, self.nv, a.y_pitch, a.ab_pitch])
+            .ints(&[packed(a.state_stride, self.nv << 14), packed(a.conv_stride, 3 * self.channels())])
+            .ptr(a.out_slots)
+            .ptr(a.record)
+            .int(a.record_stride);
         s.launch(&self.kernel, [self.nv as u32, 4, a.lanes as u32], 256, pdl, &args)
     }
 }

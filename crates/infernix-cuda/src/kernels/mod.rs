@@ -5,11 +5,16 @@
 
 pub mod attention;
 pub mod attention8;
+pub mod chain;
 pub mod experts;
 pub mod gdn;
 pub mod ggml;
 pub mod hyper;
+pub mod index;
 pub mod linear;
+pub mod mix;
+pub mod moves;
+pub mod ple;
 pub mod rows;
 pub mod select;
 pub mod tile;

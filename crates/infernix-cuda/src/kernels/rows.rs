@@ -20,6 +20,30 @@ pub struct RowOps {
     inject: Kernel,
 }
 
+/// The lanes of a round on the device: I32 arrays over rows or lanes. Recurrent slots come in pairs: a round reads one of a pair
+/// and writes the other.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Lanes {
+    /// `[rows]`: lane of each row.
+    pub row_lane: u64,
+    /// `[rows]`: sequence index of each row.
+    pub row_pos: u64,
+    /// `[rows][3]`: rotary position.
+    pub positions: u64,
+    /// `[lanes + 1]`: first row of each lane.
+    pub first: u64,
+    /// `[lanes]`: columns after which state is kept.
+    pub count: u64,
+    /// `[lanes]`: slot read.
+    pub slots: u64,
+    /// `[lanes]`: slot written.
+    pub out_slots: u64,
+    /// Rows.
+    pub rows: usize,
+    /// Lanes.
+    pub lanes: usize,
+}
+
 fn grid2(n: usize, per: usize, rows: usize) -> [u32; 3] {
     [n.div_ceil(per) as u32, rows as u32, 1]
 }
@@ -210,6 +234,21 @@ impl RowOps {
     ) -> Result<()> {
         let a = Args::new().ptr(o).ptr(gate).ptr(y).ints(&[n, d, o_pitch, g_pitch, g_head, y_pitch]);
         s.launch(&self.mul_sigmoid, grid2(n, 256, rows), 256, pdl, &a)
+    }
+
+    /// `a += b` for rows of `n` (even) values, `pitch` apart in `a` and `n` in `b`.
+    pub fn add_to(
+        &self,
+        s: &Stream,
+        a: u64,
+        pitch: usize,
+        b: u64,
+        n: usize,
+        rows: usize,
+        pdl: bool,
+    ) -> Result<()> {
+        let args = Args::new().ptr(a).ptr(b).ptr(a).ints(&[n, pitch, n, pitch]);
+        s.launch(&self.add, grid2(n, 512, rows), 256, pdl, &args)
     }
 
     /// `a + b`, contiguous rows of `n` (even).

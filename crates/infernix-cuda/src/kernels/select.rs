@@ -19,25 +19,30 @@ pub struct IndexPages {
     pub page_stride: usize,
 }
 
-/// Scores and top blocks, 4 index heads of 128.
+/// Scores and top blocks, up to 4 index heads of 128.
 pub struct IndexSelect {
     score: Kernel,
     chunk: Kernel,
     select: Kernel,
+    heads: usize,
     ratio: usize,
     want: usize,
 }
 
 impl IndexSelect {
-    /// `ratio` tokens a block, `want` blocks at most.
-    pub fn new(dev: &Arc<Device>, ratio: usize, want: usize) -> Result<Self> {
-        if ratio == 0 || want == 0 || want > 512 {
-            return Err(CudaError::Shape { kernel: "qsa", what: format!("ratio {ratio}, budget {want}") });
+    /// `heads` index heads, `ratio` tokens a block, `want` blocks at most.
+    pub fn new(dev: &Arc<Device>, heads: usize, ratio: usize, want: usize) -> Result<Self> {
+        if heads == 0 || heads > 4 || ratio == 0 || want == 0 || want > 512 {
+            return Err(CudaError::Shape {
+                kernel: "qsa",
+                what: format!("{heads} heads, ratio {ratio}, budget {want}"),
+            });
         }
         Ok(IndexSelect {
             score: dev.kernel("qsa_score", 0)?,
             chunk: dev.kernel("qsa_chunk", 0)?,
             select: dev.kernel("qsa_select", 0)?,
+            heads,
             ratio,
             want,
         })
@@ -48,7 +53,7 @@ impl IndexSelect {
         rows * max_blocks.div_ceil(4096) * self.want * 4
     }
 
-    /// `q` BF16 `[rows][q_pitch]` (4 heads of 128, normed and rotated); `lane`, `pos` I32 `[rows]`. Row r has `(pos + 1) / ratio`
+    /// `q` BF16 `[rows][q_pitch]` (heads of 128, normed and rotated); `lane`, `pos` I32 `[rows]`. Row r has `(pos + 1) / ratio`
     /// complete blocks. `scores` FP32 `[rows][score_pitch]`; `ids` I32 `[rows][id_pitch]` ascending; `counts` I32 `[rows]`.
     #[expect(clippy::too_many_arguments, reason = "queries, pages and three outputs")]
     pub fn launch(
@@ -78,8 +83,10 @@ impl IndexSelect {
         }
         let scale = 128f32.powf(-0.5);
         let a = Args::new().ptr(q).ptr(p.keys).ptr(p.tables).ptr(lane).ptr(pos).ptr(scores);
-        let a =
-            a.ints(&[q_pitch, p.table_pitch, p.page_log, p.page_stride, self.ratio, score_pitch]).f32(scale);
+        let a = a
+            .ints(&[q_pitch, p.table_pitch, p.page_log, p.page_stride, self.ratio, score_pitch])
+            .f32(scale)
+            .int(self.heads);
         s.launch(&self.score, [max_blocks.div_ceil(64).max(1) as u32, rows as u32, 1], 256, pdl, &a)?;
         if max_blocks > 8192 {
             let a = Args::new().ptr(scores).ptr(pos).ptr(scratch).ints(&[self.ratio, self.want, score_pitch]);

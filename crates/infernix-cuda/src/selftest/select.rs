@@ -15,7 +15,7 @@ fn best(v: &[f32], want: usize) -> Vec<usize> {
 
 pub(super) fn run(run: &mut Run) -> Result<()> {
     let (ratio, want) = (4usize, 512usize);
-    let sel = IndexSelect::new(&run.dev, ratio, want)?;
+    let sel = IndexSelect::new(&run.dev, 4, ratio, want)?;
     for blocks in [3usize, 512, 513, 2500, 32768, 65536] {
         let rows = 3usize;
         let page_log = 8;

@@ -141,6 +141,7 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
             slots: slots.ptr(),
             o: o.ptr(),
             lanes: 2,
+            ..GdnArgs::default()
         };
         step.launch(&run.stream, &args, false)?;
         run.stream.synchronize()?;

@@ -20,6 +20,7 @@
 
 pub mod blocks;
 pub mod cpu;
+pub mod cuda;
 pub mod lossless;
 pub mod meta;
 pub mod site;

@@ -1,0 +1,571 @@
+//! Operations of several launches: hyper-connections, recurrence, attention and its index, experts.
+
+use super::backend::{Cuda, CudaRouting, CudaSelection};
+use super::experts::{CudaExperts, Store};
+use super::state::INDEX_DIM;
+use super::vram::{CudaBuf, fault};
+use super::weights::CudaWeight;
+use crate::backend::{At, AttentionWeights, Backend, Boundary, GdnDims, HyperWeights, Op, RopeTable, Trace};
+use crate::error::EngineError;
+use infernix_cuda::kernels::attention::{Queries, Selection};
+use infernix_cuda::kernels::experts::{ExpertTable, Jobs, act_bytes};
+use infernix_cuda::kernels::gdn::GdnArgs;
+use infernix_cuda::kernels::hyper::HyperWeights as HyperMatrices;
+use infernix_cuda::kernels::linear::{Linear, Out, WeightFormat};
+
+/// Rows of a prompt whose experts or selections are computed at a time.
+const BATCH: usize = 256;
+
+/// One matrix of a weight, if it is one.
+fn only(w: &CudaWeight) -> Option<&Linear> {
+    match &w.parts[..] {
+        [one] => Some(one),
+        _ => None,
+    }
+}
+
+impl Cuda {
+    // ---- hyper-connections ---------------------------------------------------------------------------------
+
+    /// The fused mixer of decode rounds, where its kernels take the geometry.
+    pub(super) fn fused_hyper(
+        &mut self,
+        r: &CudaBuf,
+        w: &HyperWeights<Self>,
+    ) -> Option<(CudaBuf, Option<CudaBuf>)> {
+        let (down, up) = (only(&w.down)?, only(&w.up)?);
+        let inject = match &w.inject {
+            Some(i) => Some(only(i)?),
+            None => None,
+        };
+        let (h, rank) = (r.width / w.streams, down.n);
+        let one_format = down.format == up.format && inject.is_none_or(|i| i.format == down.format);
+        let known = matches!(down.format, WeightFormat::Bf16 | WeightFormat::Q8G32);
+        let fits = h <= 2560 && h.is_multiple_of(32) && rank <= 320 && rank.is_multiple_of(16);
+        if !(self.is_decode() && w.streams == 4 && one_format && known && fits) {
+            return None;
+        }
+        let mut factor = None;
+        let x = self.make(r.rows, h, false, |c, x| {
+            let b = c.fresh(r.rows, 4, true)?;
+            let (from, norm) = (Cuda::act(r)?, w.norm.plain()?);
+            let pdl = c.pdl();
+            let bytes = c.plans.hyper(down.format, h, rank).map_err(fault)?.scratch(r.rows);
+            let scratch = c.arena.lease(bytes)?;
+            let matrices = HyperMatrices { down, up, inject, norm };
+            let mix = c.plans.hyper(down.format, h, rank).map_err(fault)?;
+            mix.launch(&c.stream, &matrices, from, w.eps as f32, r.rows, scratch.ptr(), x.ptr, b.ptr, pdl)
+                .map_err(fault)?;
+            factor = Some(b);
+            Ok(())
+        });
+        if inject.is_none() {
+            return Some((x, None));
+        }
+        let none = || CudaBuf { lease: None, ptr: 0, rows: r.rows, width: 4, f32: true, convolution: 0 };
+        Some((x, Some(factor.unwrap_or_else(none))))
+    }
+
+    fn wide_product(&mut self, x: &CudaBuf, w: &CudaWeight) -> Result<CudaBuf, EngineError> {
+        let v = self.fresh(x.rows, w.n, true)?;
+        self.product(w, Cuda::act(x)?, x.width, x.rows, v.ptr, w.n, Out::F32)?;
+        Ok(v)
+    }
+
+    pub(super) fn run_hyper_down(
+        &mut self,
+        normed: &CudaBuf,
+        w: &CudaWeight,
+        streams: usize,
+        y: &CudaBuf,
+    ) -> Result<(), EngineError> {
+        let v = self.wide_product(normed, w)?;
+        let pdl = self.pdl();
+        self.plans
+            .mix
+            .silu_over(&self.stream, v.ptr, y.ptr, v.rows * v.width, streams as f32, pdl)
+            .map_err(fault)
+    }
+
+    pub(super) fn run_hyper_up(
+        &mut self,
+        normed: &CudaBuf,
+        m: &CudaBuf,
+        w: &CudaWeight,
+        streams: usize,
+        y: &CudaBuf,
+    ) -> Result<(), EngineError> {
+        let from = Cuda::act(normed)?;
+        let v = self.wide_product(m, w)?;
+        let pdl = self.pdl();
+        self.plans.mix.mix(&self.stream, v.ptr, from, y.ptr, y.width, streams, y.rows, pdl).map_err(fault)
+    }
+
+    pub(super) fn run_hyper_factor(
+        &mut self,
+        normed: &CudaBuf,
+        w: &CudaWeight,
+        streams: usize,
+        y: &CudaBuf,
+    ) -> Result<(), EngineError> {
+        self.product(w, Cuda::act(normed)?, normed.width, normed.rows, y.ptr, w.n, Out::F32)?;
+        let pdl = self.pdl();
+        self.plans
+            .mix
+            .twice_sigmoid_over(&self.stream, y.ptr, y.rows * y.width, streams as f32, pdl)
+            .map_err(fault)
+    }
+
+    // ---- gated delta rule ----------------------------------------------------------------------------------
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of one recurrence")]
+    pub(super) fn run_gdn(
+        &mut self,
+        id: usize,
+        u: &CudaBuf,
+        a: &CudaBuf,
+        b: &CudaBuf,
+        a_log: &CudaWeight,
+        dt_bias: &CudaWeight,
+        y: &CudaBuf,
+    ) -> Result<(), EngineError> {
+        let lanes = self.round()?.lanes;
+        let (d, at) = (self.state()?.layout.gdn[id], self.state()?.gdn(id));
+        if u.convolution == 0 {
+            return Err(EngineError::Round("a recurrence without its convolution".into()));
+        }
+        let args = GdnArgs {
+            y: Cuda::act(u)?,
+            y_pitch: u.width,
+            conv_state: at.conv,
+            conv_w: u.convolution,
+            a: Cuda::act(a)?,
+            b: Cuda::act(b)?,
+            ab_pitch: a.width,
+            a_log: a_log.wide()?,
+            dt_bias: dt_bias.wide()?,
+            state: at.state,
+            first: lanes.first,
+            write_after: lanes.count,
+            slots: lanes.slots,
+            o: y.ptr,
+            lanes: lanes.lanes,
+            state_stride: at.state_stride,
+            conv_stride: at.conv_stride,
+            out_slots: lanes.out_slots,
+            record: if self.is_decode() { at.record } else { 0 },
+            record_stride: at.record_stride,
+        };
+        if self.is_decode() {
+            self.gdn_weights.resize(self.gdn_weights.len().max(id + 1), (0, 0, 0));
+            self.gdn_weights[id] = (args.conv_w, args.a_log, args.dt_bias);
+        }
+        let pdl = self.pdl();
+        let step = self.plans.gdn(d.key_heads, d.value_heads).map_err(fault)?;
+        step.launch(&self.stream, &args, pdl).map_err(fault)
+    }
+
+    /// Advances a slot's state over recorded columns, by the words at `first` (two), `count`, `from` and `to`.
+    pub(super) fn replay_gdn(
+        &mut self,
+        id: usize,
+        d: GdnDims,
+        slot: usize,
+        [first, count, from, to]: [u64; 4],
+    ) -> Result<(), EngineError> {
+        let at = self.state()?.gdn(id);
+        let Some(&(conv_w, a_log, dt_bias)) = self.gdn_weights.get(id) else { return Ok(()) };
+        let (c, nv) = (d.channels(), d.value_heads);
+        let y = at.record + (2 * slot * at.record_stride) as u64;
+        let args = GdnArgs {
+            y,
+            y_pitch: c + 2 * nv,
+            conv_state: at.conv,
+            conv_w,
+            a: y + 2 * c as u64,
+            b: y + 2 * (c + nv) as u64,
+            ab_pitch: c + 2 * nv,
+            a_log,
+            dt_bias,
+            state: at.state,
+            first,
+            write_after: count,
+            slots: from,
+            o: 0,
+            lanes: 1,
+            state_stride: at.state_stride,
+            conv_stride: at.conv_stride,
+            out_slots: to,
+            record: 0,
+            record_stride: 0,
+        };
+        let pdl = self.pdl();
+        let step = self.plans.gdn(d.key_heads, d.value_heads).map_err(fault)?;
+        step.launch(&self.stream, &args, pdl).map_err(fault)
+    }
+
+    // ---- attention -----------------------------------------------------------------------------------------
+
+    /// As the provided block, the output gate applied where attention stores (the same two roundings).
+    pub(super) fn gated_attention(
+        &mut self,
+        x: &CudaBuf,
+        w: &AttentionWeights<Self>,
+        at: At<'_>,
+        trace: Option<&mut Trace>,
+    ) -> CudaBuf {
+        let q = self.linear(x, &w.q, Boundary::Act, at.op(Op::AttnQ));
+        let gate = self.linear(x, &w.gate, Boundary::Act, at.op(Op::AttnGate));
+        let k = self.linear(x, &w.k, Boundary::Act, at.op(Op::AttnK));
+        let v = self.linear(x, &w.v, Boundary::Act, at.op(Op::AttnV));
+        let q = self.norm_rope(&q, &w.q_norm, &w.rope, w.eps, at.op(Op::AttnNormQ));
+        let k = self.norm_rope(&k, &w.k_norm, &w.rope, w.eps, at.op(Op::AttnNormK));
+        self.kv_append(w.state, &k, &v);
+        let selection = w.indexer.as_ref().map(|i| {
+            let raw = self.linear(x, &i.k, Boundary::Act, at.op(Op::IndexK));
+            self.index_append(w.state, &raw, &i.k_norm, &w.rope, w.eps, at.op(Op::IndexPooled));
+            if self.all_dense(w.state) && trace.is_none() {
+                return None;
+            }
+            let iq = self.linear(x, &i.q, Boundary::Act, at.op(Op::IndexQ));
+            let iq = self.norm_rope(&iq, &i.q_norm, &w.rope, w.eps, at.op(Op::IndexNormQ));
+            Some(self.index_select(w.state, &iq, at.op(Op::IndexScore)))
+        });
+        let selection = selection.flatten();
+        if let (Some(t), Some(s)) = (trace, &selection) {
+            t.blocks = Some(self.read_selection(s));
+        }
+        let o = self.make(q.rows, q.width, false, |c, y| {
+            c.run_attention(w.state, &q, selection.as_ref(), Some(&gate), y)
+        });
+        self.linear(&o, &w.o, Boundary::Act, at.op(Op::AttnO))
+    }
+
+    /// Whether no row of the round has more blocks than are kept. In decode rounds by the rounded length, so that the answer
+    /// changes no graph between rounds.
+    fn all_dense(&self, id: usize) -> bool {
+        let (Some(r), Some(s)) = (&self.round, &self.state) else { return true };
+        s.layout.attention[id].index.is_none_or(|i| r.longest / i.ratio <= i.budget / i.ratio)
+    }
+
+    pub(super) fn run_kv_append(&mut self, id: usize, k: &CudaBuf, v: &CudaBuf) -> Result<(), EngineError> {
+        let round = self.round()?;
+        let (lanes, paging) = (round.lanes, self.state()?.paging(id, round.tables, round.pitch));
+        let a = &self.state()?.layout.attention[id];
+        let (kv, d) = (a.kv_heads, a.head_dim);
+        let pdl = self.pdl();
+        // Any number of query heads will do: appending does not look at them.
+        let attention = self.plans.attention(kv, kv, d, false).map_err(fault)?;
+        attention
+            .append(
+                &self.stream,
+                Cuda::act(k)?,
+                k.width,
+                Cuda::act(v)?,
+                v.width,
+                &paging,
+                lanes.row_lane,
+                lanes.row_pos,
+                k.rows,
+                pdl,
+            )
+            .map_err(fault)
+    }
+
+    pub(super) fn run_attention(
+        &mut self,
+        id: usize,
+        q: &CudaBuf,
+        selection: Option<&CudaSelection>,
+        gate: Option<&CudaBuf>,
+        y: &CudaBuf,
+    ) -> Result<(), EngineError> {
+        let a = self.state()?.layout.attention[id].clone();
+        let (d, heads) = (a.head_dim, q.width / a.head_dim);
+        let round = self.round()?;
+        let (lanes, longest, tables, pitch) = (round.lanes, round.longest, round.tables, round.pitch);
+        let paging = self.state()?.paging(id, tables, pitch);
+        let selection = selection.filter(|s| !s.dense);
+        let shift = |p: u64, rows: usize, width: usize, size: usize| p + (rows * width * size) as u64;
+        let (qp, gp) = (Cuda::act(q)?, gate.map(|g| (g.ptr, g.width)));
+        let some = |c: &mut Self, first: usize, rows: usize, longest: usize, many: bool| {
+            let own = selection.map(|s| Selection {
+                blocks: shift(s.ids.ptr, first, s.keep, 4),
+                counts: shift(s.counts.ptr, first, 1, 4),
+                pitch: s.keep,
+                ratio: s.ratio,
+            });
+            let max_len = selection.map_or(longest, |s| longest.min(s.keep * s.ratio + s.ratio));
+            let queries = Queries {
+                ptr: shift(qp, first, q.width, 2),
+                pitch: q.width,
+                head: d,
+                lane: shift(lanes.row_lane, first, 1, 4),
+                pos: shift(lanes.row_pos, first, 1, 4),
+                rows,
+                max_len,
+            };
+            let pdl = c.pdl();
+            let bytes = c.plans.attention(heads, a.kv_heads, d, many).map_err(fault)?.scratch(rows, max_len);
+            let scratch = c.arena.lease(bytes)?;
+            let gate = gp.map(|(p, width)| (shift(p, first, width, 2), width, d));
+            let out = shift(y.ptr, first, y.width, 2);
+            c.plans
+                .attention(heads, a.kv_heads, d, many)
+                .map_err(fault)?
+                .launch(&c.stream, &queries, &paging, own.as_ref(), scratch.ptr(), gate, out, y.width, pdl)
+                .map_err(fault)
+        };
+        if self.is_decode() {
+            return some(self, 0, q.rows, longest, false);
+        }
+        for l in 0..lanes.lanes {
+            let round = self.round()?;
+            let (rows, start) = (round.lane_rows[l].clone(), round.start(l));
+            let keep = selection.map_or(usize::MAX, |s| (s.keep + 1).saturating_mul(s.ratio) - 1);
+            // Rows with at most as many blocks as are kept see their whole prefix.
+            let dense = rows.len().min(keep.saturating_sub(start));
+            if dense > 0 {
+                let pdl = self.pdl();
+                let at = |p: u64, width: usize| shift(p, rows.start, width, 2);
+                let table = tables + (4 * l * pitch) as u64;
+                let gate = gp.map(|(p, width)| (at(p, width), width, d));
+                self.plans
+                    .attention(heads, a.kv_heads, d, false)
+                    .map_err(fault)?
+                    .prefill(
+                        &self.stream,
+                        (at(qp, q.width), q.width, d),
+                        &paging,
+                        table,
+                        dense,
+                        start,
+                        gate,
+                        at(y.ptr, y.width),
+                        y.width,
+                        pdl,
+                    )
+                    .map_err(fault)?;
+            }
+            for first in (rows.start + dense..rows.end).step_by(BATCH) {
+                let n = BATCH.min(rows.end - first);
+                some(self, first, n, start + first + n - rows.start, true)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn run_index_append(
+        &mut self,
+        id: usize,
+        raw: &CudaBuf,
+        w: &CudaWeight,
+        rope: &RopeTable,
+        eps: f64,
+    ) -> Result<(), EngineError> {
+        let rotary = self.rotary(rope)?;
+        let round = self.round()?;
+        let (lanes, tables, pitch) = (round.lanes, round.tables, round.pitch);
+        let state = self.state()?;
+        let parts = (state.ring(id), state.index_pages(id, tables, pitch), state.layout.attention[id].index);
+        let (Some(ring), Some(pages), Some(dims)) = parts else {
+            return Err(EngineError::Round("layer has no index".into()));
+        };
+        let pdl = self.pdl();
+        self.plans
+            .append(dims.ratio)
+            .map_err(fault)?
+            .launch(
+                &self.stream,
+                Cuda::act(raw)?,
+                &ring,
+                w.plain()?,
+                &rotary,
+                eps as f32,
+                &lanes,
+                &pages,
+                pdl,
+            )
+            .map_err(fault)
+    }
+
+    pub(super) fn run_index_select(&mut self, id: usize, q: &CudaBuf) -> Result<CudaSelection, EngineError> {
+        let round = self.round()?;
+        let (lanes, tables, pitch, longest) = (round.lanes, round.tables, round.pitch, round.longest);
+        let state = self.state()?;
+        let (Some(pages), Some(dims)) =
+            (state.index_pages(id, tables, pitch), state.layout.attention[id].index)
+        else {
+            return Err(EngineError::Round("layer has no index".into()));
+        };
+        let keep = dims.budget / dims.ratio;
+        let (ids, counts) = (self.fresh(q.rows, keep, true)?, self.fresh(q.rows, 1, true)?);
+        let dense = self.all_dense(id);
+        let blocks = (longest / dims.ratio).max(1);
+        let step = if self.is_decode() { q.rows.max(1) } else { BATCH };
+        let from = Cuda::act(q)?;
+        for first in (0..q.rows).step_by(step) {
+            if dense {
+                break;
+            }
+            let n = step.min(q.rows - first);
+            let scores = self.fresh(n, blocks, true)?;
+            let pdl = self.pdl();
+            let bytes = self.plans.select(dims.heads, dims.ratio, keep).map_err(fault)?.scratch(n, blocks);
+            let scratch = self.arena.lease(bytes)?;
+            let at = |p: u64, width: usize, size: usize| p + (first * width * size) as u64;
+            self.plans
+                .select(dims.heads, dims.ratio, keep)
+                .map_err(fault)?
+                .launch(
+                    &self.stream,
+                    at(from, dims.heads * INDEX_DIM, 2),
+                    dims.heads * INDEX_DIM,
+                    &pages,
+                    at(lanes.row_lane, 1, 4),
+                    at(lanes.row_pos, 1, 4),
+                    n,
+                    blocks,
+                    scores.ptr,
+                    blocks,
+                    scratch.ptr(),
+                    at(ids.ptr, keep, 4),
+                    keep,
+                    at(counts.ptr, 1, 4),
+                    pdl,
+                )
+                .map_err(fault)?;
+        }
+        Ok(CudaSelection { ids, counts, keep, ratio: dims.ratio, dense })
+    }
+
+    // ---- experts -------------------------------------------------------------------------------------------
+
+    pub(super) fn run_route(
+        &mut self,
+        logits: &CudaBuf,
+        top: usize,
+        _: At<'_>,
+    ) -> Result<CudaRouting, EngineError> {
+        let rows = logits.rows;
+        let (ids, weights) = (self.fresh(rows, top, true)?, self.fresh(rows, top, true)?);
+        let pdl = self.pdl();
+        let router = self.plans.router(logits.width, top).map_err(fault)?;
+        router
+            .select(&self.stream, logits.ptr, logits.width, rows, ids.ptr, weights.ptr, pdl)
+            .map_err(fault)?;
+        Ok(CudaRouting { ids, weights, top })
+    }
+
+    pub(super) fn run_experts(
+        &mut self,
+        x: &CudaBuf,
+        routing: &CudaRouting,
+        store: &CudaExperts,
+        shared: &CudaBuf,
+        shared_logit: &CudaBuf,
+        y: &CudaBuf,
+    ) -> Result<(), EngineError> {
+        let decode = self.is_decode();
+        let records = match store.store {
+            Store::Exact { bank, .. } if decode => {
+                self.routed.push((bank, routing.ids.rows_from(0, routing.ids.rows)));
+                self.tiers.records(bank)
+            }
+            Store::Exact { bank, .. } if self.streaming => {
+                self.chained = false;
+                self.tiers.streamed(&self.stream, bank)?
+            }
+            Store::Exact { bank, .. } => self.tiers.records(bank),
+            Store::Chain { .. } => 0,
+        };
+        let step = if decode { x.rows.max(1) } else { BATCH };
+        for first in (0..x.rows).step_by(step) {
+            let n = step.min(x.rows - first);
+            let out = match &store.store {
+                Store::Exact { alpha, input, divisor, .. } => {
+                    let table =
+                        ExpertTable { records, alpha: alpha.ptr(), input: input.ptr(), divisor: *divisor };
+                    self.exact_experts(x, routing, store, &table, first, n)?
+                }
+                Store::Chain { gate_up, down } => {
+                    let (gate_up, down) = (gate_up.view(), down.view());
+                    let (h, i, top) = (store.hidden, store.intermediate, routing.top);
+                    let picks = n * top;
+                    let ids = routing.ids.ptr + (4 * first * top) as u64;
+                    let from = Cuda::act(x)? + (2 * first * h) as u64;
+                    let (g, u) = (self.fresh(picks, i, false)?, self.fresh(picks, i, false)?);
+                    let out = self.fresh(picks, h, false)?;
+                    let (s, chain, pdl) = (&self.stream, &self.plans.chain, self.chained);
+                    chain.product(s, &gate_up, 0, i, ids, picks, from, top, g.ptr, pdl).map_err(fault)?;
+                    chain.product(s, &gate_up, i, i, ids, picks, from, top, u.ptr, true).map_err(fault)?;
+                    chain.swiglu(s, g.ptr, u.ptr, g.ptr, picks * i, true).map_err(fault)?;
+                    chain.product(s, &down, 0, h, ids, picks, g.ptr, 1, out.ptr, true).map_err(fault)?;
+                    self.chained = true;
+                    out
+                }
+            };
+            let at = |b: &CudaBuf| b.ptr + (first * b.pitch()) as u64;
+            let identity = self.identity.as_ref().map_or(0, infernix_cuda::DeviceBuffer::ptr);
+            let pdl = self.pdl();
+            self.plans
+                .rows
+                .combine(
+                    &self.stream,
+                    out.ptr,
+                    identity,
+                    at(&routing.weights),
+                    at(shared),
+                    at(shared_logit),
+                    shared_logit.width,
+                    0,
+                    0,
+                    at(y),
+                    y.width,
+                    routing.top,
+                    n,
+                    pdl,
+                )
+                .map_err(fault)?;
+        }
+        if let (Store::Exact { bank, .. }, true) = (&store.store, self.streaming) {
+            self.tiers.streamed_done(&self.stream, *bank)?;
+            self.chained = false;
+        }
+        Ok(())
+    }
+
+    /// Outputs of all picks of some rows, in pick order.
+    fn exact_experts(
+        &mut self,
+        x: &CudaBuf,
+        routing: &CudaRouting,
+        store: &CudaExperts,
+        table: &ExpertTable,
+        first: usize,
+        n: usize,
+    ) -> Result<CudaBuf, EngineError> {
+        let (h, i, top) = (store.hidden, store.intermediate, routing.top);
+        let picks = n * top;
+        let ids = routing.ids.ptr + (4 * first * top) as u64;
+        let from = Cuda::act(x)? + (2 * first * h) as u64;
+        let lease = |c: &Self, bytes: usize| c.arena.lease(bytes);
+        let (jobs, list, count) = (lease(self, 16 * picks)?, lease(self, 4 * picks)?, lease(self, 8)?);
+        let act = lease(self, picks * act_bytes(h))?;
+        let (mid, out) = (self.fresh(picks, i, false)?, self.fresh(picks, h, false)?);
+        let j = Jobs { jobs: jobs.ptr(), list: list.ptr(), count: count.ptr() };
+        let width = self.plans.w4a4(h, i, n).map_err(fault)?.width;
+        let pdl = self.pdl();
+        self.plans
+            .router(store.experts, top)
+            .map_err(fault)?
+            .prepare(&self.stream, ids, n, width, j, table, from, h, act.ptr(), pdl)
+            .map_err(fault)?;
+        self.plans
+            .w4a4(h, i, n)
+            .map_err(fault)?
+            .launch(&self.stream, table, j, act.ptr(), mid.ptr, out.ptr, true)
+            .map_err(fault)?;
+        Ok(out)
+    }
+}

@@ -1,0 +1,195 @@
+//! Routed experts of a layer: exact W4A4 over records as stored, or the canonical chain over exact codes.
+
+use super::tiers::Tiers;
+use super::vram::{Vram, fault};
+use crate::backend::cpu::CpuExperts;
+use crate::backend::{Activation, ExpertData, ExpertSpec};
+use crate::error::EngineError;
+use crate::numerics::w4a4::{self, Scale};
+use half::bf16;
+use infernix_cuda::DeviceBuffer;
+use infernix_cuda::kernels::chain::ChainMatrix;
+use infernix_formats::expert_bank::{BankShape, ExpertMatrix};
+use infernix_formats::scalar::e4m3_to_f32;
+use infernix_formats::{Format, Layout};
+
+/// Routed experts of one layer.
+pub struct CudaExperts {
+    pub(super) experts: usize,
+    pub(super) hidden: usize,
+    pub(super) intermediate: usize,
+    pub(super) store: Store,
+}
+
+pub(super) enum Store {
+    /// Records where [`Tiers`] keeps them; FP32 `[E][3]` combined and input scales.
+    Exact { bank: usize, alpha: DeviceBuffer, input: DeviceBuffer, divisor: bool },
+    /// Everything else, resident.
+    Chain { gate_up: Matrix, down: Matrix },
+}
+
+/// Matrices of all experts as exact codes.
+pub(super) struct Matrix {
+    codes: DeviceBuffer,
+    scales: DeviceBuffer,
+    last: DeviceBuffer,
+    rows: usize,
+    k: usize,
+    group: usize,
+    divide: bool,
+}
+
+impl Matrix {
+    pub(super) fn view(&self) -> ChainMatrix {
+        ChainMatrix {
+            codes: self.codes.ptr(),
+            scales: self.scales.ptr(),
+            last: self.last.ptr(),
+            rows: self.rows,
+            k: self.k,
+            group: self.group,
+            divide: self.divide,
+        }
+    }
+}
+
+impl CudaExperts {
+    pub(super) fn new(
+        vram: &Vram,
+        tiers: &mut Tiers,
+        spec: &ExpertSpec,
+        data: ExpertData,
+    ) -> Result<Self, EngineError> {
+        let (experts, hidden, intermediate) = (spec.experts, spec.hidden, spec.intermediate);
+        let wrong = |what: String| EngineError::Weight { name: spec.name.clone(), what };
+        if spec.activation == Activation::A8 {
+            return Err(EngineError::Unsupported(format!(
+                "{}: experts with 8-bit activations run on the CPU only; leave --a8-activations out",
+                spec.name
+            )));
+        }
+        // The host backend checks shapes and scales.
+        let host = CpuExperts::new(spec, data.clone())?;
+        let store = match (&data, spec.activation, &spec.input_scales) {
+            (ExpertData::Bank(part), Activation::A4, Some(input)) => {
+                let shape = BankShape::new(Layout::Nvfp4ExpertRg16V1, &part.shape)
+                    .map_err(|e| wrong(e.to_string()))?;
+                if let Some(e) = input.iter().position(|s| s[0].to_bits() != s[1].to_bits()) {
+                    return Err(wrong(format!(
+                        "gate and up of expert {e} have different input scales; use --backend cpu"
+                    )));
+                }
+                let divisor = part.format == Format::Nvfp4;
+                let scale = |v| if divisor { Scale::Divisor(v) } else { Scale::Multiplier(v) };
+                let alpha: Vec<f32> = (0..experts)
+                    .flat_map(|e| std::iter::zip(host.globals(e), input[e]))
+                    .map(|(w, g)| match w4a4::combine(scale(w), scale(g)) {
+                        Scale::Multiplier(v) | Scale::Divisor(v) => v,
+                    })
+                    .collect();
+                let flat: Vec<f32> = input.iter().flatten().copied().collect();
+                let bank = tiers.add(
+                    &spec.name,
+                    part.bytes.clone(),
+                    shape.stride as usize,
+                    shape.record_bytes as usize,
+                    experts,
+                );
+                Store::Exact { bank, alpha: put(vram, &alpha)?, input: put(vram, &flat)?, divisor }
+            }
+            _ => {
+                let divisor = matches!(&data, ExpertData::Bank(p) if p.format == Format::Nvfp4);
+                Store::Chain {
+                    gate_up: chain(vram, &host, spec, &[ExpertMatrix::Gate, ExpertMatrix::Up], divisor)?,
+                    down: chain(vram, &host, spec, &[ExpertMatrix::Down], divisor)?,
+                }
+            }
+        };
+        Ok(CudaExperts { experts, hidden, intermediate, store })
+    }
+}
+
+fn put<T: infernix_cuda::driver::Plain>(vram: &Vram, values: &[T]) -> Result<DeviceBuffer, EngineError> {
+    let b = vram.take("weights", std::mem::size_of_val(values))?;
+    b.write(0, values).map_err(fault)?;
+    Ok(b)
+}
+
+/// The named matrices of every expert, one below the other.
+fn chain(
+    vram: &Vram,
+    host: &CpuExperts,
+    spec: &ExpertSpec,
+    matrices: &[ExpertMatrix],
+    divisor: bool,
+) -> Result<Matrix, EngineError> {
+    let (h, i) = (spec.hidden, spec.intermediate);
+    let k = if matrices == [ExpertMatrix::Down] { i } else { h };
+    let rows = if matrices == [ExpertMatrix::Down] { h } else { 2 * i };
+    let (mut codes, mut scales, mut last) = (Vec::<u16>::new(), Vec::<f32>::new(), Vec::<f32>::new());
+    let mut group = 32;
+    for e in 0..spec.experts {
+        if let Some((gate_up, down)) = host.units(e) {
+            group = 16;
+            unpack(
+                if matrices.len() == 2 { gate_up } else { down },
+                rows,
+                k,
+                matrices.len() == 2,
+                &mut codes,
+                &mut scales,
+            );
+            let globals = host.globals(e);
+            for m in matrices {
+                last.extend(std::iter::repeat_n(globals[m.index()], rows / matrices.len()));
+            }
+            continue;
+        }
+        for m in matrices {
+            for part in host.matrix(e, *m) {
+                group = part.group().unwrap_or(32);
+                let (mut values, mut own) = (vec![0f32; k], vec![0f32; k.div_ceil(group)]);
+                for r in 0..part.n() {
+                    part.natural(r, &mut values, group, &mut own);
+                    codes.extend(values.iter().map(|v| bf16::from_f32(*v).to_bits()));
+                    scales.extend_from_slice(&own);
+                    // What the row multiplies by at the end; the divisor of NVFP4 has a bank of its own.
+                    last.push(part.finish(r, 1.0));
+                }
+            }
+        }
+    }
+    Ok(Matrix {
+        codes: put(vram, &codes)?,
+        scales: put(vram, &scales)?,
+        last: put(vram, &last)?,
+        rows,
+        k,
+        group,
+        divide: divisor,
+    })
+}
+
+/// Units of 16 x 16 to rows. Rows of gate and up alternate in a unit; they come out one matrix below the other.
+fn unpack(units: &[u8], rows: usize, k: usize, pairs: bool, codes: &mut Vec<u16>, scales: &mut Vec<f32>) {
+    const VALUES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let (c0, s0) = (codes.len(), scales.len());
+    let blocks = k / 16;
+    codes.resize(c0 + rows * k, 0);
+    scales.resize(s0 + rows * blocks, 0.0);
+    for (u, unit) in units.chunks_exact(144).enumerate() {
+        let (g, b) = (u / blocks, u % blocks);
+        for r in 0..16 {
+            let stored = 16 * g + r;
+            let row = if pairs { stored % 2 * (rows / 2) + stored / 2 } else { stored };
+            scales[s0 + row * blocks + b] = e4m3_to_f32(unit[128 + r]);
+            for j in 0..16 {
+                let byte = unit[j / 4 * 32 + 4 * (r % 8) + j % 4];
+                let code = if r < 8 { byte & 15 } else { byte >> 4 };
+                let v = VALUES[usize::from(code & 7)];
+                let v = if code & 8 == 0 { v } else { -v };
+                codes[c0 + row * k + 16 * b + j] = bf16::from_f32(v).to_bits();
+            }
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! The CUDA backend: every operation of the model as launches of `infernix-cuda`'s kernels.
+//!
+//! Operations enqueue and nothing waits inside a round. In decode rounds launches are noted on a tape; a tape that has
+//! been seen before is replayed as a graph, so a round costs one launch. What varies between rounds is uploaded once,
+//! at fixed addresses (`round`). Decode and verify results do not depend on the number of columns of the call or on
+//! where experts lie; prompt calls use other kernels and agree with them within their bound.
+
+mod backend;
+mod blocks;
+mod experts;
+mod plans;
+mod round;
+mod state;
+mod tiers;
+mod vram;
+mod weights;
+
+pub use backend::{Cuda, CudaOptions};
+pub use experts::CudaExperts;
+pub use state::CudaSnapshot;
+pub use tiers::{Placement, TierCounts};
+pub use vram::{CudaBuf, Ledger};
+pub use weights::CudaWeight;

@@ -1,0 +1,130 @@
+//! Kernels and launch plans, looked up once for each shape.
+
+use infernix_cuda::driver::Device;
+use infernix_cuda::error::Result;
+use infernix_cuda::kernels::attention::Attention;
+use infernix_cuda::kernels::chain::ExpertChain;
+use infernix_cuda::kernels::experts::{Router, W4a4, W4a4Tuning};
+use infernix_cuda::kernels::gdn::GdnStep;
+use infernix_cuda::kernels::gemm::Gemm;
+use infernix_cuda::kernels::hyper::HyperMix;
+use infernix_cuda::kernels::index::IndexAppend;
+use infernix_cuda::kernels::linear::{Gemv, WeightFormat};
+use infernix_cuda::kernels::mix::MixOps;
+use infernix_cuda::kernels::moves::Moves;
+use infernix_cuda::kernels::ple::PleOps;
+use infernix_cuda::kernels::rows::RowOps;
+use infernix_cuda::kernels::select::IndexSelect;
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::Arc;
+
+type Key2 = (usize, usize);
+type Key3 = (usize, usize, usize);
+
+/// Everything that launches.
+pub(super) struct Plans {
+    device: Arc<Device>,
+    pub(super) rows: RowOps,
+    pub(super) moves: Moves,
+    pub(super) mix: MixOps,
+    pub(super) ple: PleOps,
+    pub(super) chain: ExpertChain,
+    gemv: HashMap<(&'static str, usize, usize, usize), Gemv>,
+    gemm: HashMap<&'static str, Gemm>,
+    hyper: HashMap<(&'static str, usize, usize), HyperMix>,
+    gdn: HashMap<Key2, GdnStep>,
+    attention: HashMap<(usize, usize, usize, bool), Attention>,
+    append: HashMap<usize, IndexAppend>,
+    select: HashMap<Key3, IndexSelect>,
+    router: HashMap<Key2, Router>,
+    w4a4: HashMap<Key3, W4a4>,
+}
+
+fn once<K: Eq + Hash + Copy, V>(
+    map: &mut HashMap<K, V>,
+    key: K,
+    make: impl FnOnce() -> Result<V>,
+) -> Result<&V> {
+    if !map.contains_key(&key) {
+        let v = make()?;
+        map.insert(key, v);
+    }
+    Ok(&map[&key])
+}
+
+impl Plans {
+    pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
+        Ok(Plans {
+            device: device.clone(),
+            rows: RowOps::new(device)?,
+            moves: Moves::new(device)?,
+            mix: MixOps::new(device)?,
+            ple: PleOps::new(device)?,
+            chain: ExpertChain::new(device)?,
+            gemv: HashMap::new(),
+            gemm: HashMap::new(),
+            hyper: HashMap::new(),
+            gdn: HashMap::new(),
+            attention: HashMap::new(),
+            append: HashMap::new(),
+            select: HashMap::new(),
+            router: HashMap::new(),
+            w4a4: HashMap::new(),
+        })
+    }
+
+    pub(super) fn gemv(&mut self, f: WeightFormat, n: usize, k_pad: usize, cols: usize) -> Result<&Gemv> {
+        let d = &self.device;
+        once(&mut self.gemv, (f.tag(), n, k_pad, cols), || Gemv::new(d, f, n, k_pad, cols, Gemv::RING))
+    }
+
+    pub(super) fn gemm(&mut self, f: WeightFormat) -> Result<&Gemm> {
+        let d = &self.device;
+        once(&mut self.gemm, f.tag(), || Gemm::new(d, f))
+    }
+
+    pub(super) fn hyper(&mut self, f: WeightFormat, h: usize, rank: usize) -> Result<&HyperMix> {
+        let d = &self.device;
+        once(&mut self.hyper, (f.tag(), h, rank), || HyperMix::new(d, f, h, rank))
+    }
+
+    pub(super) fn gdn(&mut self, nk: usize, nv: usize) -> Result<&GdnStep> {
+        let d = &self.device;
+        once(&mut self.gdn, (nk, nv), || GdnStep::new(d, nk, nv))
+    }
+
+    pub(super) fn attention(&mut self, heads: usize, kv: usize, d: usize, many: bool) -> Result<&Attention> {
+        let dev = &self.device;
+        once(&mut self.attention, (heads, kv, d, many), || {
+            let a = Attention::new(dev, heads, kv, d)?;
+            Ok(if many { a.for_many_rows() } else { a })
+        })
+    }
+
+    pub(super) fn append(&mut self, ratio: usize) -> Result<&IndexAppend> {
+        let d = &self.device;
+        once(&mut self.append, ratio, || IndexAppend::new(d, ratio))
+    }
+
+    pub(super) fn select(&mut self, heads: usize, ratio: usize, want: usize) -> Result<&IndexSelect> {
+        let d = &self.device;
+        once(&mut self.select, (heads, ratio, want), || IndexSelect::new(d, heads, ratio, want))
+    }
+
+    pub(super) fn router(&mut self, experts: usize, top: usize) -> Result<&Router> {
+        let d = &self.device;
+        once(&mut self.router, (experts, top), || Router::new(d, experts, top))
+    }
+
+    /// `width`: most picks of an expert in a call.
+    pub(super) fn w4a4(&mut self, h: usize, i: usize, width: usize) -> Result<&W4a4> {
+        let d = &self.device;
+        let width = match width {
+            0 | 1 => 1,
+            2..=4 => 4,
+            _ => 8,
+        };
+        once(&mut self.w4a4, (h, i, width), || W4a4::new(d, h, i, width, W4a4Tuning::for_width(width)))
+    }
+}

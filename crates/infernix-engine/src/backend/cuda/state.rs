@@ -1,0 +1,283 @@
+//! Sequence state on the device.
+//!
+//! Keys, values and pooled index keys lie in pages by sequence index: columns beyond the committed ones are simply
+//! written over. Recurrent state has two halves a slot. A round reads the current half and writes the other after its
+//! last column; committing all columns makes the other half current, committing none changes nothing, and a part of
+//! them is folded again from the recorded inputs.
+
+use super::vram::{Vram, fault};
+use crate::error::EngineError;
+use crate::state::{KvFormat, PAGE_TOKENS, StateLayout};
+use infernix_cuda::DeviceBuffer;
+use infernix_cuda::kernels::attention::Paging;
+use infernix_cuda::kernels::index::{IndexRing, RING};
+use infernix_cuda::kernels::ple::PleState;
+use infernix_cuda::kernels::select::IndexPages;
+use std::sync::{Arc, Mutex};
+
+/// Columns of one lane in a decode round, at most.
+pub(super) const COLUMNS: usize = 64;
+/// Width of an index key.
+pub(super) const INDEX_DIM: usize = 128;
+
+/// Where one gated delta rule layer's state is.
+#[derive(Clone, Copy)]
+pub(super) struct GdnAt {
+    pub(super) state: u64,
+    pub(super) state_stride: usize,
+    pub(super) conv: u64,
+    pub(super) conv_stride: usize,
+    pub(super) record: u64,
+    pub(super) record_stride: usize,
+}
+
+pub(super) struct DeviceState {
+    pub(super) layout: StateLayout,
+    /// Keys and values of each attention layer, `[page][kv head][64][d]`.
+    kv: Vec<(DeviceBuffer, DeviceBuffer)>,
+    /// `[page][64 / ratio][128]`.
+    pooled: Vec<Option<DeviceBuffer>>,
+    /// `[slot][half]`: delta rule states, their convolutions' columns, PLE columns.
+    halves: DeviceBuffer,
+    half_bytes: usize,
+    gdn_at: Vec<(usize, usize)>,
+    ple_at: Vec<usize>,
+    /// `[slot]`: rings of raw index keys and their positions.
+    rings: DeviceBuffer,
+    ring_bytes: usize,
+    ring_at: Vec<Option<(usize, usize)>>,
+    /// `[slot]`: inputs of recorded columns.
+    records: DeviceBuffer,
+    record_bytes: usize,
+    gdn_record_at: Vec<usize>,
+    ple_record_at: Vec<usize>,
+    /// Current half of each slot.
+    pub(super) half: Vec<usize>,
+    /// Columns of the last decode round that are not committed.
+    pub(super) recorded: Vec<usize>,
+    spare: Arc<Mutex<Vec<DeviceBuffer>>>,
+}
+
+/// Committed recurrent state of a slot.
+#[derive(Clone)]
+pub struct CudaSnapshot(Arc<Saved>);
+
+struct Saved {
+    memory: Option<DeviceBuffer>,
+    spare: Arc<Mutex<Vec<DeviceBuffer>>>,
+}
+
+impl Drop for Saved {
+    fn drop(&mut self) {
+        if let Some(m) = self.memory.take() {
+            self.spare.lock().unwrap_or_else(|e| e.into_inner()).push(m);
+        }
+    }
+}
+
+/// Offsets of consecutive pieces, each on a multiple of 256 bytes.
+#[derive(Default)]
+struct Offsets(usize);
+
+impl Offsets {
+    fn take(&mut self, bytes: usize) -> usize {
+        let at = self.0;
+        self.0 = (at + bytes).next_multiple_of(256);
+        at
+    }
+}
+
+impl DeviceState {
+    pub(super) fn new(vram: &Vram, layout: &StateLayout) -> Result<Self, EngineError> {
+        let refuse = |what: String| Err(EngineError::Unsupported(format!("{what} on the CUDA backend")));
+        if layout.kv != KvFormat::Bf16 {
+            return refuse("keys and values are kept in BF16 only".into());
+        }
+        for d in &layout.gdn {
+            if d.key_dim != 128 || d.value_dim != 128 || d.conv_kernel != 4 {
+                return refuse(format!(
+                    "delta rule heads of {} x {} with {} taps, only 128 x 128 with 4 taps",
+                    d.key_dim, d.value_dim, d.conv_kernel
+                ));
+            }
+        }
+        for a in &layout.attention {
+            let index = a.index.is_none_or(|i| {
+                i.dim == INDEX_DIM && i.heads <= 4 && i.ratio.is_power_of_two() && i.ratio <= PAGE_TOKENS
+            });
+            if !matches!(a.head_dim, 128 | 256) || !index {
+                return refuse(format!("attention heads of {} with index {:?}", a.head_dim, a.index));
+            }
+        }
+        let mut kv = Vec::new();
+        let mut pooled = Vec::new();
+        for a in &layout.attention {
+            let bytes = layout.pages * PAGE_TOKENS * a.kv_heads * a.head_dim * 2;
+            kv.push((vram.alloc("KV", bytes)?, vram.alloc("KV", bytes)?));
+            pooled.push(match a.index {
+                Some(i) => {
+                    let b = vram.alloc("KV", layout.pages * PAGE_TOKENS / i.ratio * INDEX_DIM * 2)?;
+                    Some(b)
+                }
+                None => None,
+            });
+        }
+        let (mut half, mut record, mut ring) = (Offsets::default(), Offsets::default(), Offsets::default());
+        let gdn_at = layout
+            .gdn
+            .iter()
+            .map(|d| (half.take(d.value_heads << 16), half.take(3 * d.channels() * 2)))
+            .collect();
+        let ple_at = layout.ple.iter().map(|p| half.take(p.columns * p.width * 2)).collect();
+        let gdn_record_at = layout
+            .gdn
+            .iter()
+            .map(|d| record.take(COLUMNS * (d.channels() + 2 * d.value_heads) * 2))
+            .collect();
+        let ple_record_at = layout.ple.iter().map(|p| record.take(COLUMNS * p.width * 2)).collect();
+        let ring_at = layout
+            .attention
+            .iter()
+            .map(|a| a.index.map(|_| (ring.take(RING * INDEX_DIM * 2), ring.take(RING * 3 * 4))))
+            .collect();
+        let slots = layout.slots;
+        Ok(DeviceState {
+            layout: layout.clone(),
+            kv,
+            pooled,
+            halves: vram.alloc("recurrent state", slots * 2 * half.0)?,
+            half_bytes: half.0,
+            gdn_at,
+            ple_at,
+            rings: vram.alloc("recurrent state", slots * ring.0)?,
+            ring_bytes: ring.0,
+            ring_at,
+            records: vram.alloc("recurrent state", slots * record.0)?,
+            record_bytes: record.0,
+            gdn_record_at,
+            ple_record_at,
+            half: vec![0; slots],
+            recorded: vec![0; slots],
+            spare: Arc::default(),
+        })
+    }
+
+    fn current(&self, slot: usize) -> u64 {
+        self.halves.at((2 * slot + self.half[slot]) * self.half_bytes)
+    }
+
+    fn ring_of(&self, slot: usize) -> u64 {
+        self.rings.at(slot * self.ring_bytes)
+    }
+
+    pub(super) fn reset(
+        &mut self,
+        stream: &infernix_cuda::driver::Stream,
+        slot: usize,
+    ) -> Result<(), EngineError> {
+        self.recorded[slot] = 0;
+        stream.zero(self.current(slot), self.half_bytes).map_err(fault)
+    }
+
+    pub(super) fn save(
+        &mut self,
+        vram: &Vram,
+        stream: &infernix_cuda::driver::Stream,
+        slot: usize,
+    ) -> Result<CudaSnapshot, EngineError> {
+        let spare = self.spare.lock().unwrap_or_else(|e| e.into_inner()).pop();
+        let memory = match spare {
+            Some(m) => m,
+            None => vram.alloc("snapshots", self.half_bytes + self.ring_bytes)?,
+        };
+        stream.copy(memory.ptr(), self.current(slot), self.half_bytes).map_err(fault)?;
+        stream.copy(memory.at(self.half_bytes), self.ring_of(slot), self.ring_bytes).map_err(fault)?;
+        Ok(CudaSnapshot(Arc::new(Saved { memory: Some(memory), spare: self.spare.clone() })))
+    }
+
+    pub(super) fn load(
+        &mut self,
+        stream: &infernix_cuda::driver::Stream,
+        slot: usize,
+        from: &CudaSnapshot,
+    ) -> Result<(), EngineError> {
+        self.recorded[slot] = 0;
+        let Some(m) = &from.0.memory else { return Ok(()) };
+        stream.copy(self.current(slot), m.ptr(), self.half_bytes).map_err(fault)?;
+        stream.copy(self.ring_of(slot), m.at(self.half_bytes), self.ring_bytes).map_err(fault)
+    }
+
+    pub(super) fn copy_page(
+        &self,
+        stream: &infernix_cuda::driver::Stream,
+        from: u32,
+        to: u32,
+    ) -> Result<(), EngineError> {
+        let pages = self.layout.pages;
+        let all = self.kv.iter().flat_map(|(k, v)| [k, v]).chain(self.pooled.iter().flatten());
+        for b in all {
+            let bytes = b.len() / pages;
+            stream.copy(b.at(to as usize * bytes), b.at(from as usize * bytes), bytes).map_err(fault)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn gdn(&self, id: usize) -> GdnAt {
+        let (state, conv) = self.gdn_at[id];
+        GdnAt {
+            state: self.halves.at(state),
+            state_stride: self.half_bytes / 4,
+            conv: self.halves.at(conv),
+            conv_stride: self.half_bytes / 2,
+            record: self.records.at(self.gdn_record_at[id]),
+            record_stride: self.record_bytes / 2,
+        }
+    }
+
+    /// Kept columns of a PLE layer and its record (address, elements between slots).
+    pub(super) fn ple(&self, id: usize, taps: usize, dilation: usize) -> (PleState, (u64, usize)) {
+        let state = PleState {
+            ptr: self.halves.at(self.ple_at[id]),
+            stride: self.half_bytes / 2,
+            width: self.layout.ple[id].width,
+            taps,
+            dilation,
+        };
+        (state, (self.records.at(self.ple_record_at[id]), self.record_bytes / 2))
+    }
+
+    pub(super) fn ring(&self, id: usize) -> Option<IndexRing> {
+        let (keys, positions) = self.ring_at[id]?;
+        Some(IndexRing {
+            keys: self.rings.at(keys),
+            stride: self.ring_bytes / 2,
+            positions: self.rings.at(positions),
+            positions_stride: self.ring_bytes / 4,
+        })
+    }
+
+    pub(super) fn paging(&self, id: usize, tables: u64, pitch: usize) -> Paging {
+        let a = &self.layout.attention[id];
+        Paging {
+            keys: self.kv[id].0.ptr(),
+            values: self.kv[id].1.ptr(),
+            tables,
+            table_pitch: pitch,
+            page_log: PAGE_TOKENS.trailing_zeros() as usize,
+            page_stride: a.kv_heads * PAGE_TOKENS * a.head_dim,
+            token_stride: a.head_dim,
+            head_stride: PAGE_TOKENS * a.head_dim,
+        }
+    }
+
+    pub(super) fn index_pages(&self, id: usize, tables: u64, pitch: usize) -> Option<IndexPages> {
+        let blocks = PAGE_TOKENS / self.layout.attention[id].index?.ratio;
+        Some(IndexPages {
+            keys: self.pooled[id].as_ref()?.ptr(),
+            tables,
+            table_pitch: pitch,
+            page_log: blocks.trailing_zeros() as usize,
+            page_stride: blocks * INDEX_DIM,
+        })
+    }
+}

@@ -1,0 +1,493 @@
+//! Where routed experts are: frames of device memory for some, page-locked host memory for all.
+//!
+//! A table of addresses on the device says where each record is; kernels read it there, over the link if it is the
+//! host's. Bits do not depend on it. Between rounds the host moves records it has seen used into frames of records that
+//! it has not; copies run beside the next round and count once they are done. Prompt calls, which use nearly every
+//! expert, stream the records of the next layers into a ring while a layer computes.
+
+use super::vram::{Vram, fault};
+use crate::backend::Part;
+use crate::backend::weights::Bytes;
+use crate::error::EngineError;
+use infernix_cuda::DeviceBuffer;
+use infernix_cuda::driver::{Event, PinnedBuffer, Registered, Stream};
+use std::ops::Range;
+
+/// Promotions that may run beside one round: 8 records are 0.4 ms of a 55 GB/s link.
+const PROMOTIONS: usize = 8;
+/// Tokens after which a use counts half.
+const HALF_LIFE: f32 = 2048.0;
+/// A ring half holds this much more than the evenly spread absent records of a layer.
+const RING_SLACK: f64 = 1.15;
+
+/// How many experts get a frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Placement {
+    /// As many as fit.
+    #[default]
+    Auto,
+    /// This many frames.
+    Frames(usize),
+    /// None at first, and none ever: every record crosses the link.
+    Host,
+    /// A random half, never moved (tests).
+    RandomHalf(u64),
+}
+
+struct Bank {
+    part: Part,
+    bytes: Bytes,
+    stride: usize,
+    /// In the flat numbering of all experts.
+    experts: Range<usize>,
+    host: Option<Registered>,
+}
+
+struct Move {
+    expert: usize,
+    frame: usize,
+}
+
+/// Counters of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierCounts {
+    /// Picks of decode rounds.
+    pub picks: u64,
+    /// Picks whose expert had no frame.
+    pub misses: u64,
+    /// Distinct records that decode rounds read over the link.
+    pub miss_records: u64,
+    /// Records moved into frames.
+    pub promotions: u64,
+    /// Records streamed for prompts.
+    pub streamed: u64,
+}
+
+pub(super) struct Tiers {
+    placement: Placement,
+    banks: Vec<Bank>,
+    record: usize,
+    frame: usize,
+    frames: Option<DeviceBuffer>,
+    frame_of: Vec<Option<u32>>,
+    owner: Vec<Option<u32>>,
+    addresses: Option<PinnedBuffer>,
+    table: Option<DeviceBuffer>,
+    dirty: bool,
+    score: Vec<f32>,
+    used_at: Vec<f32>,
+    now: f32,
+    victims: Vec<usize>,
+    wanted: Vec<usize>,
+    moving: Vec<Move>,
+    copies: Option<(Stream, Event)>,
+    ring: Option<Ring>,
+    pub(super) counts: TierCounts,
+}
+
+struct Ring {
+    memory: DeviceBuffer,
+    /// Records a half.
+    half: usize,
+    addresses: PinnedBuffer,
+    table: DeviceBuffer,
+    copied: [Event; 2],
+    used: [Event; 2],
+    /// Banks of the round in order, and how many of them were asked for.
+    order: Vec<usize>,
+    next: usize,
+}
+
+impl Tiers {
+    pub(super) fn new(placement: Placement) -> Self {
+        Tiers {
+            placement,
+            banks: Vec::new(),
+            record: 0,
+            frame: 0,
+            frames: None,
+            frame_of: Vec::new(),
+            owner: Vec::new(),
+            addresses: None,
+            table: None,
+            dirty: false,
+            score: Vec::new(),
+            used_at: Vec::new(),
+            now: 0.0,
+            victims: Vec::new(),
+            wanted: Vec::new(),
+            moving: Vec::new(),
+            copies: None,
+            ring: None,
+            counts: TierCounts::default(),
+        }
+    }
+
+    /// Takes a bank of records `stride` apart; gives its number.
+    pub(super) fn add(
+        &mut self,
+        name: &str,
+        bytes: Bytes,
+        stride: usize,
+        record: usize,
+        experts: usize,
+    ) -> usize {
+        let first = self.banks.last().map_or(0, |b| b.experts.end);
+        let part = if name.starts_with("mtp/") { Part::Drafter } else { Part::Target };
+        self.record = self.record.max(record);
+        self.frame = self.record.next_multiple_of(256);
+        self.banks.push(Bank { part, bytes, stride, experts: first..first + experts, host: None });
+        self.banks.len() - 1
+    }
+
+    fn total(&self) -> usize {
+        self.banks.last().map_or(0, |b| b.experts.end)
+    }
+
+    /// Whether some experts have no frame.
+    pub(super) fn is_partial(&self) -> bool {
+        self.copies.is_some()
+    }
+
+    /// Frames in all.
+    pub(super) fn frames(&self) -> usize {
+        self.owner.len()
+    }
+
+    /// Bytes of a record.
+    pub(super) fn record_bytes(&self) -> usize {
+        self.record
+    }
+
+    fn host_address(&self, expert: usize) -> u64 {
+        let b = self.banks.partition_point(|b| b.experts.end <= expert);
+        let bank = &self.banks[b];
+        let at = ((expert - bank.experts.start) * bank.stride) as u64;
+        bank.host.as_ref().map_or(0, |h| h.device_ptr() + at)
+    }
+
+    /// Gives frames to experts, keeping `reserve` bytes free, and fills them.
+    pub(super) fn place(&mut self, vram: &Vram, stream: &Stream, reserve: usize) -> Result<(), EngineError> {
+        let n = self.total();
+        if n == 0 {
+            return Ok(());
+        }
+        let room = vram.left()?.saturating_sub(reserve) / self.frame;
+        let layers = self.banks.len();
+        let most = self.banks.iter().map(|b| b.experts.len()).max().unwrap_or(0);
+        let (frames, ring) = match self.placement {
+            Placement::Auto if room >= n => (n, 0),
+            Placement::Frames(f) if f >= n => (n, 0),
+            Placement::Auto => {
+                // frames + 2 halves of slack * (most - frames / layers) records fill the room.
+                let share = 1.0 - 2.0 * RING_SLACK / layers as f64;
+                let f = (room as f64 - 2.0 * RING_SLACK * most as f64) / share;
+                if f < 0.0 {
+                    return Err(EngineError::Unsupported(format!(
+                        "room for {room} expert records of {} KiB, but streaming a layer needs {}; raise \
+                         --vram-budget-mib",
+                        self.frame >> 10,
+                        (2.0 * RING_SLACK * most as f64) as usize
+                    )));
+                }
+                let f = (f as usize).min(n);
+                (f, (RING_SLACK * (most as f64 - f as f64 / layers as f64)).ceil() as usize)
+            }
+            Placement::Frames(f) => (f, most),
+            Placement::RandomHalf(_) => (n / 2, most),
+            Placement::Host => (0, most),
+        };
+        let ring = ring.min(most);
+        self.frame_of = vec![None; n];
+        self.owner = vec![None; frames];
+        self.score = vec![0.0; n];
+        self.used_at = vec![0.0; n];
+        let memory = vram.alloc("expert frames", frames * self.frame)?;
+        self.fill_frames(frames);
+        if frames < n {
+            self.pin(vram)?;
+        } else {
+            // Copies from page-locked memory run at the link's rate; where it cannot be locked, through the driver's buffers.
+            for b in &mut self.banks {
+                b.host = vram.device.register(b.bytes.clone()).ok();
+            }
+        }
+        for (frame, expert) in self.owner.iter().enumerate() {
+            let Some(expert) = expert.map(|e| e as usize) else { continue };
+            let to = memory.at(frame * self.frame);
+            let b = self.banks.partition_point(|b| b.experts.end <= expert);
+            let bank = &self.banks[b];
+            if bank.host.is_some() {
+                stream.copy(to, self.host_address(expert), self.record).map_err(fault)?;
+            } else {
+                let at = (expert - bank.experts.start) * bank.stride;
+                let words = &(*bank.bytes).as_ref()[at..at + self.record];
+                memory.write(frame * self.frame, words).map_err(fault)?;
+            }
+        }
+        stream.synchronize().map_err(fault)?;
+        let addresses = vram.device.pinned(8 * n).map_err(fault)?;
+        self.table = Some(vram.alloc("rounds", 8 * n)?);
+        self.frames = Some(memory);
+        self.addresses = Some(addresses);
+        for e in 0..n {
+            self.set_address(e);
+        }
+        if frames == n {
+            self.banks.iter_mut().for_each(|b| b.host = None);
+        } else {
+            let (dev, event) = (&vram.device, || vram.device.event().map_err(fault));
+            self.copies = Some((dev.stream().map_err(fault)?, event()?));
+            self.ring = Some(Ring {
+                memory: vram.alloc("expert ring", 2 * ring * self.frame)?,
+                half: ring,
+                addresses: dev.pinned(8 * n).map_err(fault)?,
+                table: vram.alloc("rounds", 8 * n)?,
+                copied: [event()?, event()?],
+                used: [event()?, event()?],
+                order: Vec::new(),
+                next: 0,
+            });
+        }
+        self.before_round(stream)
+    }
+
+    /// The first owners of frames: the same number in every layer, or as a test asks.
+    fn fill_frames(&mut self, frames: usize) {
+        let n = self.frame_of.len();
+        let mut order: Vec<usize> = Vec::with_capacity(n);
+        let most = self.banks.iter().map(|b| b.experts.len()).max().unwrap_or(0);
+        for i in 0..most {
+            order.extend(self.banks.iter().filter(|b| i < b.experts.len()).map(|b| b.experts.start + i));
+        }
+        if let Placement::RandomHalf(seed) = self.placement {
+            order.sort_by_key(|e| crate::numerics::round::mix(seed ^ *e as u64));
+        }
+        for (frame, e) in order.into_iter().take(frames).enumerate() {
+            self.owner[frame] = Some(e as u32);
+            self.frame_of[e] = Some(frame as u32);
+        }
+    }
+
+    fn pin(&mut self, vram: &Vram) -> Result<(), EngineError> {
+        for b in &mut self.banks {
+            let direct = vram.device.register(b.bytes.clone());
+            b.host = Some(match direct {
+                Ok(r) => r,
+                // A file's pages cannot be locked everywhere: a copy in anonymous memory can.
+                Err(_) => {
+                    let copy: Bytes =
+                        std::sync::Arc::new(crate::memory::HugeMemory::copy_of((*b.bytes).as_ref())?);
+                    b.bytes = copy.clone();
+                    vram.device.register(copy).map_err(fault)?
+                }
+            });
+        }
+        Ok(())
+    }
+
+    fn set_address(&mut self, expert: usize) {
+        let address = match (self.frame_of[expert], &self.frames) {
+            (Some(f), Some(m)) => m.at(f as usize * self.frame),
+            _ => self.host_address(expert),
+        };
+        if let Some(a) = &mut self.addresses {
+            a.as_mut_slice()[8 * expert..8 * expert + 8].copy_from_slice(&address.to_le_bytes());
+        }
+        self.dirty = true;
+    }
+
+    /// Address of the records of a bank's experts, U64 each.
+    pub(super) fn records(&self, bank: usize) -> u64 {
+        self.table.as_ref().map_or(0, |t| t.at(8 * self.banks[bank].experts.start))
+    }
+
+    /// Counts what a decode round used: `ids` of `bank`.
+    pub(super) fn note(&mut self, bank: usize, ids: &[i32]) {
+        let start = self.banks[bank].experts.start;
+        let mut distinct: Vec<usize> = ids.iter().map(|i| start + *i as usize).collect();
+        self.counts.picks += distinct.len() as u64;
+        self.counts.misses += distinct.iter().filter(|e| self.frame_of[**e].is_none()).count() as u64;
+        distinct.sort_unstable();
+        distinct.dedup();
+        for e in distinct {
+            let age = self.now - self.used_at[e];
+            self.score[e] = self.score[e] * (-age / HALF_LIFE).exp2() + 1.0;
+            self.used_at[e] = self.now;
+            if self.frame_of[e].is_none() {
+                self.counts.miss_records += 1;
+                self.wanted.push(e);
+            }
+        }
+    }
+
+    /// `tokens` more tokens have been read.
+    pub(super) fn advance(&mut self, tokens: usize) {
+        self.now += tokens as f32;
+    }
+
+    /// Worth of keeping an expert: how often it was used lately, over how long ago (LFRU).
+    fn worth(&self, e: usize) -> f32 {
+        let age = self.now - self.used_at[e];
+        self.score[e] * (-age / HALF_LIFE).exp2() / (age + 1.0)
+    }
+
+    fn victim(&mut self) -> Option<usize> {
+        if self.victims.is_empty() {
+            let mut all: Vec<(f32, usize)> = self
+                .owner
+                .iter()
+                .enumerate()
+                .map(|(f, o)| (o.map_or(-1.0, |e| self.worth(e as usize)), f))
+                .collect();
+            let keep = all.len().min(256);
+            if keep == 0 {
+                return None;
+            }
+            all.select_nth_unstable_by(keep - 1, |a, b| a.0.total_cmp(&b.0));
+            all.truncate(keep);
+            all.sort_by(|a, b| b.0.total_cmp(&a.0));
+            self.victims = all.into_iter().map(|(_, f)| f).collect();
+        }
+        self.victims.pop()
+    }
+
+    /// Between rounds: finished moves count, new ones start, and the device learns where records are.
+    pub(super) fn before_round(&mut self, stream: &Stream) -> Result<(), EngineError> {
+        if let Some((_, done)) = &self.copies
+            && !self.moving.is_empty()
+            && done.is_done().map_err(fault)?
+        {
+            for m in std::mem::take(&mut self.moving) {
+                self.frame_of[m.expert] = Some(m.frame as u32);
+                self.owner[m.frame] = Some(m.expert as u32);
+                self.set_address(m.expert);
+            }
+        }
+        let moves = matches!(self.placement, Placement::Auto | Placement::Frames(_));
+        let mut wanted = std::mem::take(&mut self.wanted);
+        let mut started = Vec::new();
+        if moves && self.moving.is_empty() && !wanted.is_empty() && self.copies.is_some() {
+            wanted.sort_unstable();
+            wanted.dedup();
+            wanted.retain(|e| self.frame_of[*e].is_none());
+            wanted.sort_by(|a, b| self.worth(*b).total_cmp(&self.worth(*a)));
+            for e in wanted.into_iter().take(PROMOTIONS) {
+                let Some(frame) = self.victim() else { break };
+                let old = self.owner[frame].map(|o| o as usize);
+                if old.is_some_and(|o| self.worth(o) >= self.worth(e) || !self.may_leave(o)) {
+                    continue;
+                }
+                if let Some(o) = old {
+                    self.frame_of[o] = None;
+                    self.owner[frame] = None;
+                    self.set_address(o);
+                }
+                started.push(Move { expert: e, frame });
+            }
+        }
+        if self.dirty
+            && let (Some(t), Some(a)) = (&self.table, &self.addresses)
+        {
+            stream.copy(t.ptr(), a.device_ptr(), a.as_slice().len()).map_err(fault)?;
+            self.dirty = false;
+        }
+        if let (Some((copies, done)), Some(memory)) = (&self.copies, &self.frames)
+            && !started.is_empty()
+        {
+            // The last round is over: nothing reads the frames, whose old owners the next round looks for in host memory.
+            for m in &started {
+                copies
+                    .copy(memory.at(m.frame * self.frame), self.host_address(m.expert), self.record)
+                    .map_err(fault)?;
+            }
+            copies.record(done).map_err(fault)?;
+            self.counts.promotions += started.len() as u64;
+            self.moving = started;
+        }
+        Ok(())
+    }
+
+    /// Whether a layer may lose one more frame: its absent records must fit a half of the ring.
+    fn may_leave(&self, expert: usize) -> bool {
+        let b = self.banks.partition_point(|b| b.experts.end <= expert);
+        let absent = self.frame_of[self.banks[b].experts.clone()].iter().filter(|f| f.is_none()).count();
+        self.ring.as_ref().is_none_or(|r| absent < r.half)
+    }
+
+    /// Before a prompt call that uses most experts of a part: starts streaming its first two layers.
+    pub(super) fn begin_stream(&mut self, stream: &Stream, part: Part) -> Result<(), EngineError> {
+        let Some(mut ring) = self.ring.take() else { return Ok(()) };
+        ring.order = (0..self.banks.len()).filter(|b| self.banks[*b].part == part).collect();
+        ring.next = 0;
+        for (i, b) in ring.order.iter().enumerate() {
+            let mut place = 0;
+            for e in self.banks[*b].experts.clone() {
+                let address = match (self.frame_of[e], &self.frames) {
+                    (Some(f), Some(m)) => m.at(f as usize * self.frame),
+                    _ if place < ring.half => {
+                        place += 1;
+                        ring.memory.at(((i % 2) * ring.half + place - 1) * self.frame)
+                    }
+                    _ => self.host_address(e),
+                };
+                ring.addresses.as_mut_slice()[8 * e..8 * e + 8].copy_from_slice(&address.to_le_bytes());
+            }
+        }
+        let sent =
+            stream.copy(ring.table.ptr(), ring.addresses.device_ptr(), ring.addresses.as_slice().len());
+        self.ring = Some(ring);
+        sent.map_err(fault)?;
+        self.stream_layer(0)?;
+        self.stream_layer(1)
+    }
+
+    fn stream_layer(&mut self, i: usize) -> Result<(), EngineError> {
+        let (Some(ring), Some((copies, _)), Some(frames)) = (&self.ring, &self.copies, &self.frames) else {
+            return Ok(());
+        };
+        let Some(bank) = ring.order.get(i).map(|b| &self.banks[*b]) else { return Ok(()) };
+        if i >= 2 {
+            copies.wait(&ring.used[i % 2]).map_err(fault)?;
+        }
+        let mut streamed = 0;
+        let home = frames.ptr()..frames.ptr() + frames.len() as u64;
+        for e in bank.experts.clone() {
+            let at = &ring.addresses.as_slice()[8 * e..8 * e + 8];
+            let to = at.first_chunk().map_or(0, |b| u64::from_le_bytes(*b));
+            let from = self.host_address(e);
+            if to != from && !home.contains(&to) {
+                copies.copy(to, from, self.record).map_err(fault)?;
+                streamed += 1;
+            }
+        }
+        copies.record(&ring.copied[i % 2]).map_err(fault)?;
+        self.counts.streamed += streamed;
+        Ok(())
+    }
+
+    /// Records of a bank in a streamed prompt call; work enqueued from now on waits for them.
+    pub(super) fn streamed(&mut self, stream: &Stream, bank: usize) -> Result<u64, EngineError> {
+        let start = self.banks[bank].experts.start;
+        let Some(ring) = &self.ring else { return Ok(self.records(bank)) };
+        match ring.order.iter().position(|b| *b == bank) {
+            Some(i) if i == ring.next => {
+                stream.wait(&ring.copied[i % 2]).map_err(fault)?;
+                Ok(ring.table.at(8 * start))
+            }
+            _ => Ok(self.records(bank)),
+        }
+    }
+
+    /// The work on a streamed bank has been enqueued: its half of the ring is the next but one layer's.
+    pub(super) fn streamed_done(&mut self, stream: &Stream, bank: usize) -> Result<(), EngineError> {
+        let Some(ring) = &mut self.ring else { return Ok(()) };
+        let i = ring.next;
+        if ring.order.get(i) != Some(&bank) {
+            return Ok(());
+        }
+        stream.record(&ring.used[i % 2]).map_err(fault)?;
+        ring.next += 1;
+        self.stream_layer(i + 2)
+    }
+}

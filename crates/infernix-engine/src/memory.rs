@@ -1,0 +1,86 @@
+//! Anonymous host memory in huge pages: it is touched and page-locked several times faster than pages of 4 KiB.
+#![expect(unsafe_code, reason = "an anonymous mapping; each block states why it is sound")]
+
+use crate::error::EngineError;
+use rayon::prelude::*;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+/// An anonymous mapping, zero at first.
+pub struct HugeMemory {
+    start: *mut u8,
+    bytes: usize,
+    mapped: usize,
+}
+
+// SAFETY: plain memory with one owner.
+unsafe impl Send for HugeMemory {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for HugeMemory {}
+
+impl HugeMemory {
+    /// Maps `bytes` bytes.
+    pub fn new(bytes: usize) -> Result<Self, EngineError> {
+        let mapped = bytes.max(1).next_multiple_of(2 << 20);
+        let io = |e: rustix::io::Errno| EngineError::Source {
+            name: format!("{} MiB of host memory", mapped >> 20),
+            source: Box::new(std::io::Error::from(e)),
+        };
+        // SAFETY: a fresh private mapping at an address of the kernel's choice.
+        let start = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                mapped,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        }
+        .map_err(io)?;
+        // Huge pages are a wish: a system without them serves small ones.
+        // SAFETY: the mapping just made.
+        let _ = unsafe { madvise(start, mapped, Advice::LinuxHugepage) };
+        Ok(HugeMemory { start: start.cast(), bytes, mapped })
+    }
+
+    /// A copy of `data`, touched by all threads.
+    pub fn copy_of(data: &[u8]) -> Result<Self, EngineError> {
+        let mut m = HugeMemory::new(data.len())?;
+        m.as_mut()
+            .par_chunks_mut(4 << 20)
+            .zip(data.par_chunks(4 << 20))
+            .for_each(|(o, i)| o.copy_from_slice(i));
+        Ok(m)
+    }
+}
+
+impl AsRef<[u8]> for HugeMemory {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: the mapping is at least that long and lives as long as self.
+        unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
+    }
+}
+
+impl AsMut<[u8]> for HugeMemory {
+    fn as_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }
+    }
+}
+
+impl Drop for HugeMemory {
+    fn drop(&mut self) {
+        // SAFETY: mapped once, unmapped once. An error would leave the mapping in place.
+        let _ = unsafe { munmap(self.start.cast(), self.mapped) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zero_then_holds_what_is_copied() {
+        assert!(HugeMemory::new(3).unwrap().as_ref().iter().all(|b| *b == 0));
+        let data: Vec<u8> = (0..10_000_000u32).map(|i| i as u8).collect();
+        assert!(HugeMemory::copy_of(&data).unwrap().as_ref() == data);
+    }
+}
