@@ -245,7 +245,7 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_name = "FILE", alias = "ngram-volume")]
     pub(crate) ngram: Option<PathBuf>,
     /// Arithmetic that runs the model
-    #[arg(long, alias = "device", value_name = "auto|cpu|lossless", default_value = "auto")]
+    #[arg(long, alias = "device", value_name = "auto|cpu|cuda[:N]|lossless", default_value = "auto")]
     pub(crate) backend: String,
     /// Same as --backend lossless
     #[arg(long, conflicts_with = "backend")]
@@ -255,6 +255,9 @@ pub(crate) struct ModelArgs {
     /// Format of cached keys and values
     #[arg(long, value_enum, default_value_t = KvDtype::Bf16)]
     pub(crate) kv_dtype: KvDtype,
+    /// Device memory to use at most (CUDA) [default: all that is free]
+    #[arg(long, value_name = "N")]
+    pub(crate) vram_budget_mib: Option<usize>,
     /// Worker threads of decoding [default: the physical cores this process may use]
     #[arg(long, short = 'j', value_name = "N")]
     pub(crate) threads: Option<usize>,
@@ -475,9 +478,21 @@ pub(crate) struct BenchArgs {
     /// Measure random weights of this geometry, built in memory, instead of a model; an unknown name lists them
     #[arg(long, value_name = "NAME")]
     pub(crate) synthetic: Option<String>,
-    /// Format of the synthetic model's large matrices: q4, q5, q6, q8, nvfp4 or bf16
-    #[arg(long, value_name = "FORMAT", default_value = "q4", requires = "synthetic")]
-    pub(crate) synthetic_format: String,
+    /// Format of the synthetic model's large matrices: q4, q5, q6, q8, nvfp4 or bf16 [default: q4, or as the published model]
+    #[arg(long, value_name = "FORMAT", requires = "synthetic")]
+    pub(crate) synthetic_format: Option<String>,
+    /// Fewer layers than the geometry has
+    #[arg(long, value_name = "N", requires = "synthetic")]
+    pub(crate) synthetic_layers: Option<u64>,
+    /// Exponent of the law that picks experts of a synthetic model on a CUDA device; 0 leaves it to the random router
+    #[arg(long, value_name = "S", default_value_t = 1.2, requires = "synthetic")]
+    pub(crate) routing_zipf: f64,
+    /// Probability that a synthetic pick is the one of the token before
+    #[arg(long, value_name = "P", default_value_t = 0.0, requires = "synthetic")]
+    pub(crate) routing_repeat: f32,
+    /// Write Chrome trace events of the last prompt and decode rounds (CUDA); times of the tests are then not the plain ones
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Option<PathBuf>,
     /// Prompt lengths to measure [default: 512 unless another test is asked for]
     #[arg(long = "n-prompt", short = 'p', value_name = "N", value_delimiter = ',')]
     pub(crate) prompts: Vec<usize>,

@@ -1,11 +1,13 @@
 //! `infernix bench`: prompt and generation throughput of a model in process.
 
+use super::engine::print_ledger;
 use super::model::{BackendKind, How, OpenModel};
 use crate::args::{BenchArgs, BenchOutput, ProgressMode};
 use crate::output::{self, usage};
 use crate::{INTERRUPTED, Outcome};
 use anyhow::bail;
 use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
+use infernix_engine::backend::cuda::{Cuda, CudaOptions, Routing};
 use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
 use infernix_engine::backend::{ActivationPolicy, Backend};
 use infernix_engine::driver::{Driver, DriverOptions};
@@ -20,6 +22,9 @@ use infernix_measure::bench::machine::{Machine, available_memory};
 use infernix_measure::bench::render::{self, Breakdown, Subject};
 use infernix_measure::bench::timed::Timed;
 use infernix_measure::bench::{Measured, Settings, Test, grid, measure};
+use serde_json::{Value, json};
+use std::cell::RefCell;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -36,10 +41,30 @@ pub(crate) fn run(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Ou
     let started = |s: &dyn WeightSource| -> anyhow::Result<Subject> { subject(args, &found, s, &cpu) };
     let source = found.source.as_source();
     let subject = started(source)?;
-    let run = Run { args, tests, subject, found: &found, clock };
+    let run = Run { args, tests, subject, found: &found, clock, device: None };
     match (found.backend, args.breakdown) {
         (BackendKind::Cpu, false) => run.plain(load(CpuBackend::new(cpu), source, options)?),
         (BackendKind::Cpu, true) => run.timed(load(Timed::new(CpuBackend::new(cpu)), source, options)?),
+        (BackendKind::Cuda(_), true) => {
+            Err(usage("operations of a device overlap: use --profile FILE instead of --breakdown"))
+        }
+        (BackendKind::Cuda(device), false) => {
+            let routing = args.synthetic.is_some() && args.routing_zipf > 0.0;
+            let cuda = CudaOptions {
+                device,
+                budget: found.vram_budget,
+                routing: routing.then_some(Routing {
+                    s: args.routing_zipf,
+                    repeat: args.routing_repeat,
+                    seed: args.seed,
+                }),
+                profile: args.profile.is_some(),
+                ..CudaOptions::default()
+            };
+            let backend = Cuda::new(cuda)?;
+            let rate = if args.no_limit { None } else { Some(backend.copy_rate()?) };
+            run.on_device(load(backend, source, options)?, rate)
+        }
         (BackendKind::Lossless, broken_down) => {
             let backend = Lossless::new(LosslessOptions::default());
             if broken_down {
@@ -98,6 +123,7 @@ struct Found {
     kv: KvFormat,
     threads: usize,
     threads_batch: usize,
+    vram_budget: usize,
 }
 
 fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
@@ -113,6 +139,7 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
             kv: open.kv,
             threads: open.threads,
             threads_batch: open.threads_batch,
+            vram_budget: open.vram_budget,
             open: Some(open),
         });
     };
@@ -123,7 +150,8 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
         let names: Vec<_> = GEOMETRIES.iter().map(|g| format!("  {}: {}", g.name, g.about)).collect();
         return Err(usage(format!("no geometry {name:?}; there are\n{}", names.join("\n"))));
     };
-    let format = synthetic_format(&args.synthetic_format)?;
+    let geometry = args.synthetic_layers.map_or(geometry, |n| geometry.with_layers(n));
+    let format = args.synthetic_format.as_deref().map_or(Ok(geometry.format), synthetic_format)?;
     let sizes = synthetic::sizes(&geometry, format)?;
     let free = available_memory();
     if free > 0 && sizes.bytes + sizes.bytes / 16 > free {
@@ -145,6 +173,7 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
         kv: how.kv,
         threads: how.threads,
         threads_batch: how.threads_batch,
+        vram_budget: how.vram_budget,
     })
 }
 
@@ -182,7 +211,7 @@ fn subject(
     // Threads as the backend resolves them.
     let (threads, threads_batch) = match found.backend {
         BackendKind::Cpu => CpuBackend::new(*cpu).threads(),
-        BackendKind::Lossless => {
+        BackendKind::Lossless | BackendKind::Cuda(_) => {
             let n = std::thread::available_parallelism().map_or(1, usize::from);
             (n, n)
         }
@@ -209,6 +238,7 @@ fn subject(
         backend: match found.backend {
             BackendKind::Cpu => "cpu".into(),
             BackendKind::Lossless => "lossless".into(),
+            BackendKind::Cuda(n) => format!("cuda:{n}"),
         },
         threads,
         threads_batch,
@@ -230,6 +260,8 @@ struct Run<'a> {
     subject: Subject,
     found: &'a Found,
     clock: Instant,
+    /// What a device reports beside the times.
+    device: Option<Value>,
 }
 
 impl Run<'_> {
@@ -252,7 +284,10 @@ impl Run<'_> {
     }
 
     fn ngram(&self) -> anyhow::Result<Option<Ngram>> {
-        let Some(open) = &self.found.open else { return Ok(None) };
+        let Some(open) = &self.found.open else {
+            let name = self.args.synthetic.as_deref().and_then(Geometry::find);
+            return Ok(name.map_or(Ok(None), |g| g.ngram())?);
+        };
         let found = open_ngram(&open.artifact, open.ngram.as_deref(), NgramOptions::default())?;
         Ok(found.map(|(ngram, warnings)| {
             warnings.iter().for_each(|w| output::warn(w));
@@ -262,7 +297,33 @@ impl Run<'_> {
 
     fn plain<B: Backend>(mut self, model: infernix_engine::model::Model<B>) -> anyhow::Result<Outcome> {
         let mut driver = self.driver(model)?;
-        self.measure(&mut driver, |_| Vec::new())
+        self.measure(&mut driver, |_| Vec::new(), |_| Ok(None))
+    }
+
+    fn on_device(
+        mut self,
+        model: infernix_engine::model::Model<Cuda>,
+        rate: Option<f64>,
+    ) -> anyhow::Result<Outcome> {
+        let mut driver = self.driver(model)?;
+        let b = &driver.model.backend;
+        output::note(&format!(
+            "{}: {} MiB a second copied",
+            b.device_name(),
+            rate.unwrap_or(0.0) as usize >> 20
+        ));
+        print_ledger(&b.ledger());
+        self.subject.read_limit = rate;
+        let trace = self.args.profile.clone();
+        let counts = RefCell::new(Vec::new());
+        self.measure(
+            &mut driver,
+            |driver| {
+                counts.borrow_mut().push(tier_counts(&mut driver.model.backend));
+                Vec::new()
+            },
+            |driver| device_report(&driver.model.backend, rate, &counts.borrow(), trace.as_deref()).map(Some),
+        )
     }
 
     fn timed<B: Backend>(
@@ -270,7 +331,7 @@ impl Run<'_> {
         model: infernix_engine::model::Model<Timed<B>>,
     ) -> anyhow::Result<Outcome> {
         let mut driver = self.driver(model)?;
-        self.measure(&mut driver, |driver| driver.model.backend.take())
+        self.measure(&mut driver, |driver| driver.model.backend.take(), |_| Ok(None))
     }
 
     /// All tests, then the report; `costs` empties what a timed backend has noted.
@@ -278,10 +339,13 @@ impl Run<'_> {
         mut self,
         driver: &mut Driver<B>,
         mut costs: impl FnMut(&mut Driver<B>) -> Vec<(String, infernix_measure::bench::timed::Cost)>,
+        about: impl FnOnce(&mut Driver<B>) -> anyhow::Result<Option<Value>>,
     ) -> anyhow::Result<Outcome> {
         let go_on = || !INTERRUPTED.load(Ordering::Relaxed);
         let settings = self.settings();
-        let mut reader = (!self.args.no_limit).then(|| Reader::new(BUFFER_BYTES, self.subject.threads));
+        // A device's memory bounds it, not the host's.
+        let host = !self.args.no_limit && !matches!(self.found.backend, BackendKind::Cuda(_));
+        let mut reader = host.then(|| Reader::new(BUFFER_BYTES, self.subject.threads));
         let mut limit = reader.as_mut().map(|r| r.read(LIMIT_PASSES));
         let mut measured: Vec<Measured> = Vec::new();
         let mut breakdowns = Vec::new();
@@ -300,7 +364,9 @@ impl Run<'_> {
             limit = reader.as_mut().map(|r| r.read(1)).or(limit);
             measured.push(m);
         }
-        self.subject.read_limit = reader.as_mut().map(|r| r.read(LIMIT_PASSES)).or(limit);
+        self.subject.read_limit =
+            reader.as_mut().map(|r| r.read(LIMIT_PASSES)).or(limit).or(self.subject.read_limit);
+        self.device = about(driver)?;
         self.report(settings, &measured, &breakdowns)
     }
 
@@ -312,7 +378,11 @@ impl Run<'_> {
     ) -> anyhow::Result<Outcome> {
         let s = &self.subject;
         if self.args.json.json {
-            output::print_json(&render::document(s, settings, tests, breakdowns))?;
+            let mut document = render::document(s, settings, tests, breakdowns);
+            if let (Some(map), Some(device)) = (document.as_object_mut(), &self.device) {
+                map.insert("device".into(), device.clone());
+            }
+            output::print_json(&document)?;
             return Ok(Outcome::Done);
         }
         let objects = || tests.iter().map(|m| render::llama_object(s, settings, m));
@@ -337,4 +407,47 @@ impl Run<'_> {
         }
         Ok(Outcome::Done)
     }
+}
+
+/// What the expert tiers did in a test, its depth and warm-up included.
+fn tier_counts(backend: &mut Cuda) -> Value {
+    let c = backend.take_tier_counts();
+    let record = backend.expert_frames().1 as u64;
+    json!({
+        "decode_picks": c.picks,
+        "hit_rate": (c.picks > 0).then(|| 1.0 - c.misses as f64 / c.picks as f64),
+        "miss_records": c.miss_records,
+        "miss_bytes": c.miss_records * record,
+        "promoted_records": c.promotions,
+        "streamed_records": c.streamed,
+        "streamed_bytes": c.streamed * record,
+    })
+}
+
+fn device_report(
+    backend: &Cuda,
+    rate: Option<f64>,
+    counts: &[Value],
+    trace: Option<&Path>,
+) -> anyhow::Result<Value> {
+    let (frames, record) = backend.expert_frames();
+    let ledger: serde_json::Map<String, Value> =
+        backend.ledger().lines().into_iter().map(|(k, v)| (k, v.into())).collect();
+    let mut profile = Value::Null;
+    if let (Some(path), Some(p)) = (trace, backend.profile()) {
+        std::fs::write(path, serde_json::to_string(&p.trace())?)?;
+        let totals = |decode| -> serde_json::Map<String, Value> {
+            p.totals(decode).into_iter().map(|(k, v)| (k, (v.round() as u64).into())).collect()
+        };
+        profile = json!({"prompt_round_us": totals(false), "decode_round_us": totals(true)});
+    }
+    Ok(json!({
+        "name": backend.device_name(),
+        "copy_bytes_per_second": rate,
+        "memory_mib": ledger,
+        "expert_frames": frames,
+        "expert_record_bytes": record,
+        "tests": counts,
+        "profile": profile,
+    }))
 }

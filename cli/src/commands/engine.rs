@@ -8,6 +8,7 @@ use infernix_artifact::Artifact;
 use infernix_engine::EngineError;
 use infernix_engine::backend::Backend;
 use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
+use infernix_engine::backend::cuda::{Cuda, CudaOptions, Ledger};
 use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
 use infernix_engine::driver::{Driver, DriverOptions};
 use infernix_engine::model::{ArtifactSource, LoadOptions, load};
@@ -38,6 +39,11 @@ pub(crate) fn with_driver_fp32(
             task.run(&mut loading.driver(Lossless::new(options))?)
         }
         BackendKind::Cpu => task.run(&mut loading.driver(loading.cpu())?),
+        BackendKind::Cuda(device) => {
+            let mut driver = loading.driver(loading.cuda(device)?)?;
+            print_ledger(&driver.model.backend.ledger());
+            task.run(&mut driver)
+        }
     }
 }
 
@@ -46,6 +52,7 @@ struct Loading {
     artifact: Arc<Artifact>,
     ngram: Option<PathBuf>,
     cpu: CpuOptions,
+    vram_budget: usize,
     load: LoadOptions,
     kv: KvFormat,
     tokens: usize,
@@ -62,6 +69,7 @@ impl Loading {
                 threads_batch: open.threads_batch,
                 ..CpuOptions::default()
             },
+            vram_budget: open.vram_budget,
             load: LoadOptions { activations: open.activations, ..LoadOptions::default() },
             kv: open.kv,
             tokens: 0,
@@ -71,6 +79,10 @@ impl Loading {
 
     fn cpu(&self) -> CpuBackend {
         CpuBackend::new(self.cpu)
+    }
+
+    fn cuda(&self, device: i32) -> Result<Cuda, EngineError> {
+        Cuda::new(CudaOptions { device, budget: self.vram_budget, ..CudaOptions::default() })
     }
 
     fn driver<B: Backend>(&self, backend: B) -> Result<Driver<B>, EngineError> {
@@ -105,6 +117,11 @@ pub(crate) fn start_engine(
             Engine::start(options, move || loading.driver(Lossless::new(LosslessOptions::default())))?
         }
         BackendKind::Cpu => Engine::start(options, move || loading.driver(loading.cpu()))?,
+        BackendKind::Cuda(device) => Engine::start(options, move || {
+            let driver = loading.driver(loading.cuda(device)?)?;
+            print_ledger(&driver.model.backend.ledger());
+            Ok(driver)
+        })?,
     };
     engine.warnings().iter().for_each(|w| crate::output::warn(w));
     Ok(engine)
@@ -161,4 +178,10 @@ pub(crate) fn engine_options(
         },
         record_trace: sched.record_trace.clone(),
     })
+}
+
+/// Says what device memory is used for.
+pub(crate) fn print_ledger(ledger: &Ledger) {
+    let lines: Vec<_> = ledger.lines().iter().map(|(what, mib)| format!("{what} {mib} MiB")).collect();
+    crate::output::note(&format!("device memory: {}", lines.join(", ")));
 }

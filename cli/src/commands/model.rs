@@ -158,6 +158,8 @@ fn user_cache() -> anyhow::Result<PathBuf> {
 pub(crate) enum BackendKind {
     Cpu,
     Lossless,
+    /// By device ordinal.
+    Cuda(i32),
 }
 
 /// How a command asked for a model to be run.
@@ -170,6 +172,8 @@ pub(crate) struct How {
     pub(crate) threads: usize,
     /// Prefill threads; 0 is as decode.
     pub(crate) threads_batch: usize,
+    /// Bytes of device memory to use at most; 0 is all that is free.
+    pub(crate) vram_budget: usize,
 }
 
 impl How {
@@ -193,6 +197,7 @@ impl How {
             },
             threads: threads("threads", args.threads)?,
             threads_batch: threads("threads-batch", args.threads_batch)?,
+            vram_budget: args.vram_budget_mib.unwrap_or(0) << 20,
         })
     }
 }
@@ -208,11 +213,13 @@ pub(crate) struct OpenModel {
     pub(crate) threads: usize,
     /// Prefill threads; 0 is as decode.
     pub(crate) threads_batch: usize,
+    /// Bytes of device memory to use at most; 0 is all that is free.
+    pub(crate) vram_budget: usize,
 }
 
 impl OpenModel {
     pub(crate) fn new(args: &ModelArgs, progress: ProgressMode) -> anyhow::Result<Self> {
-        let How { backend, activations, kv, threads, threads_batch } = How::new(args)?;
+        let How { backend, activations, kv, threads, threads_batch, vram_budget } = How::new(args)?;
         let path = artifact_path(args, progress)?;
         Ok(Self {
             artifact: Arc::new(Artifact::open(&path)?),
@@ -222,6 +229,7 @@ impl OpenModel {
             kv,
             threads,
             threads_batch,
+            vram_budget,
         })
     }
 
@@ -264,10 +272,12 @@ fn backend(args: &ModelArgs) -> anyhow::Result<BackendKind> {
         _ if args.lossless => Ok(BackendKind::Lossless),
         "auto" | "cpu" => Ok(BackendKind::Cpu),
         "lossless" => Ok(BackendKind::Lossless),
-        cuda if cuda == "cuda" || cuda.starts_with("cuda:") => {
-            Err(usage("this version runs models on the CPU only; use --backend cpu or lossless"))
-        }
-        other => Err(usage(format!("no backend {other:?}; there are auto, cpu and lossless"))),
+        "cuda" => Ok(BackendKind::Cuda(0)),
+        other => match other.strip_prefix("cuda:").map(str::parse) {
+            Some(Ok(device)) => Ok(BackendKind::Cuda(device)),
+            Some(Err(_)) => Err(usage(format!("--backend {other}: the device is a number, as in cuda:0"))),
+            None => Err(usage(format!("no backend {other:?}; there are auto, cpu, cuda[:N] and lossless"))),
+        },
     }
 }
 

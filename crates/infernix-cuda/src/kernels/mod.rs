@@ -18,6 +18,7 @@ pub mod ple;
 pub mod rows;
 pub mod select;
 pub mod tile;
+pub mod zipf;
 
 pub use attention::{Paging, Selection};
 pub use linear::{Linear, WeightFormat};

@@ -1,6 +1,6 @@
 //! Operations of several launches: hyper-connections, recurrence, attention and its index, experts.
 
-use super::backend::{Cuda, CudaRouting, CudaSelection};
+use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::{CudaExperts, Store};
 use super::state::INDEX_DIM;
 use super::vram::{CudaBuf, fault};
@@ -12,6 +12,7 @@ use infernix_cuda::kernels::experts::{ExpertTable, Jobs, act_bytes};
 use infernix_cuda::kernels::gdn::GdnArgs;
 use infernix_cuda::kernels::hyper::HyperWeights as HyperMatrices;
 use infernix_cuda::kernels::linear::{Linear, Out, WeightFormat};
+use infernix_cuda::kernels::zipf::ZipfRoute;
 
 /// Rows of a prompt whose experts or selections are computed at a time.
 const BATCH: usize = 256;
@@ -235,6 +236,7 @@ impl Cuda {
         if let (Some(t), Some(s)) = (trace, &selection) {
             t.blocks = Some(self.read_selection(s));
         }
+        self.mark(at.op(Op::AttnOut));
         let o = self.make(q.rows, q.width, false, |c, y| {
             c.run_attention(w.state, &q, selection.as_ref(), Some(&gate), y)
         });
@@ -445,10 +447,21 @@ impl Cuda {
         &mut self,
         logits: &CudaBuf,
         top: usize,
-        _: At<'_>,
+        at: At<'_>,
     ) -> Result<CudaRouting, EngineError> {
         let rows = logits.rows;
         let (ids, weights) = (self.fresh(rows, top, true)?, self.fresh(rows, top, true)?);
+        if let Some(law) = self.options.routing {
+            let zipf = match self.zipf.take() {
+                Some(z) => z,
+                None => ZipfRoute::new(&self.vram.device, logits.width, law.s, law.repeat).map_err(fault)?,
+            };
+            let (pos, seed, pdl) = (self.round()?.lanes.row_pos, law.layer_seed(at.site.layer), self.pdl());
+            let done = zipf.launch(&self.stream, pos, rows, top, seed, ids.ptr, weights.ptr, pdl);
+            self.zipf = Some(zipf);
+            done.map_err(fault)?;
+            return Ok(CudaRouting { ids, weights, top });
+        }
         let pdl = self.pdl();
         let router = self.plans.router(logits.width, top).map_err(fault)?;
         router

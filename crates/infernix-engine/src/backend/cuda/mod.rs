@@ -7,16 +7,19 @@
 
 mod backend;
 mod blocks;
+mod context;
 mod experts;
 mod plans;
+mod profile;
 mod round;
 mod state;
 mod tiers;
 mod vram;
 mod weights;
 
-pub use backend::{Cuda, CudaOptions};
+pub use context::{Cuda, CudaOptions, CudaRouting, CudaSelection, Routing};
 pub use experts::CudaExperts;
+pub use profile::{Profile, Span};
 pub use state::CudaSnapshot;
 pub use tiers::{Placement, TierCounts};
 pub use vram::{CudaBuf, Ledger};

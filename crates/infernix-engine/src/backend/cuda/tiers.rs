@@ -5,16 +5,20 @@
 //! it has not; copies run beside the next round and count once they are done. Prompt calls, which use nearly every
 //! expert, stream the records of the next layers into a ring while a layer computes.
 
+use super::context::Routing;
 use super::vram::{Vram, fault};
 use crate::backend::Part;
 use crate::backend::weights::Bytes;
 use crate::error::EngineError;
 use infernix_cuda::DeviceBuffer;
 use infernix_cuda::driver::{Event, PinnedBuffer, Registered, Stream};
+use infernix_cuda::kernels::zipf::ZipfRoute;
 use std::ops::Range;
 
-/// Promotions that may run beside one round: 8 records are 0.4 ms of a 55 GB/s link.
+/// Promotions that may run beside one round: 8 records are 0.4 ms of a 55 GB/s link; a cache that misses most picks anyway may
+/// spend more.
 const PROMOTIONS: usize = 8;
+const CATCH_UP: usize = 64;
 /// Tokens after which a use counts half.
 const HALF_LIFE: f32 = 2048.0;
 /// A ring half holds this much more than the evenly spread absent records of a layer.
@@ -65,6 +69,8 @@ pub struct TierCounts {
 
 pub(super) struct Tiers {
     placement: Placement,
+    /// A known law of routing says which experts come first.
+    routing: Option<Routing>,
     banks: Vec<Bank>,
     record: usize,
     frame: usize,
@@ -99,9 +105,10 @@ struct Ring {
 }
 
 impl Tiers {
-    pub(super) fn new(placement: Placement) -> Self {
+    pub(super) fn new(placement: Placement, routing: Option<Routing>) -> Self {
         Tiers {
             placement,
+            routing,
             banks: Vec::new(),
             record: 0,
             frame: 0,
@@ -258,7 +265,14 @@ impl Tiers {
         let mut order: Vec<usize> = Vec::with_capacity(n);
         let most = self.banks.iter().map(|b| b.experts.len()).max().unwrap_or(0);
         for i in 0..most {
-            order.extend(self.banks.iter().filter(|b| i < b.experts.len()).map(|b| b.experts.start + i));
+            for (layer, b) in self.banks.iter().enumerate().filter(|(_, b)| i < b.experts.len()) {
+                let n = b.experts.len();
+                let place = self.routing.map_or(i, |law| {
+                    let (a, c) = ZipfRoute::permutation(n, law.layer_seed(layer as u16));
+                    (a * i + c) % n
+                });
+                order.push(b.experts.start + place);
+            }
         }
         if let Placement::RandomHalf(seed) = self.placement {
             order.sort_by_key(|e| crate::numerics::round::mix(seed ^ *e as u64));
@@ -372,7 +386,8 @@ impl Tiers {
             wanted.dedup();
             wanted.retain(|e| self.frame_of[*e].is_none());
             wanted.sort_by(|a, b| self.worth(*b).total_cmp(&self.worth(*a)));
-            for e in wanted.into_iter().take(PROMOTIONS) {
+            let most = if wanted.len() > 2 * CATCH_UP { CATCH_UP } else { PROMOTIONS };
+            for e in wanted.into_iter().take(most) {
                 let Some(frame) = self.victim() else { break };
                 let old = self.owner[frame].map(|o| o as usize);
                 if old.is_some_and(|o| self.worth(o) >= self.worth(e) || !self.may_leave(o)) {

@@ -1,0 +1,618 @@
+//! The backend's state, and how its rounds begin, launch and end.
+
+use super::plans::Plans;
+use super::profile::Profile;
+use super::round::{Board, Round};
+use super::state::DeviceState;
+use super::tiers::{Placement, TierCounts, Tiers};
+use super::vram::{Arena, CudaBuf, Ledger, Vram, fault};
+use super::weights::CudaWeight;
+use crate::backend::*;
+use crate::error::EngineError;
+use crate::ngram::NgramTicket;
+use infernix_cuda::driver::{Graph, PinnedBuffer, Stream, Tape};
+use infernix_cuda::kernels::index::Rotary;
+use infernix_cuda::kernels::linear::Out;
+use infernix_cuda::kernels::moves::RowCopy;
+use infernix_cuda::kernels::zipf::ZipfRoute;
+use infernix_cuda::{Device, DeviceBuffer};
+use std::sync::Arc;
+
+/// Rows of decode rounds that share one set of addresses, and with them graphs.
+const DECODE_ROWS: usize = 512;
+/// Device memory kept free for activations when experts get what is left.
+pub(super) const RESERVE: usize = 1 << 30;
+/// Tapes and graphs kept; the oldest go.
+const GRAPHS: usize = 48;
+
+/// How the backend runs.
+#[derive(Clone, Copy, Debug)]
+pub struct CudaOptions {
+    /// Device ordinal.
+    pub device: i32,
+    /// Device memory to use at most, in bytes; 0 = all that is free.
+    pub budget: usize,
+    /// Where routed experts go.
+    pub placement: Placement,
+    /// Replay decode rounds as graphs.
+    pub graphs: bool,
+    /// Route by this law instead of the router (synthetic models).
+    pub routing: Option<Routing>,
+    /// Note how long each part of a round takes; rounds then run launch by launch.
+    pub profile: bool,
+}
+
+/// Synthetic routing: rank i of a seeded order of each layer's experts has weight `(i + 1)^-s`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Routing {
+    /// Exponent.
+    pub s: f64,
+    /// Probability that a pick is the one of the position before.
+    pub repeat: f32,
+    /// Seed of orders and picks.
+    pub seed: u64,
+}
+
+impl Routing {
+    pub(super) fn layer_seed(&self, layer: u16) -> u64 {
+        crate::numerics::round::mix(self.seed ^ (u64::from(layer) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15))
+    }
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        CudaOptions {
+            device: 0,
+            budget: 0,
+            placement: Placement::Auto,
+            graphs: true,
+            routing: None,
+            profile: false,
+        }
+    }
+}
+
+/// Experts and weights of each row on the device.
+pub struct CudaRouting {
+    pub(super) ids: CudaBuf,
+    pub(super) weights: CudaBuf,
+    pub(super) top: usize,
+}
+
+/// Selected blocks of each row.
+pub struct CudaSelection {
+    pub(super) ids: CudaBuf,
+    pub(super) counts: CudaBuf,
+    /// Blocks kept, at most.
+    pub(super) keep: usize,
+    pub(super) ratio: usize,
+    /// Every row has no more blocks than are kept.
+    pub(super) dense: bool,
+}
+
+/// n-gram rows on their way to the device.
+struct Stage {
+    host: PinnedBuffer,
+    device: DeviceBuffer,
+}
+
+/// The CUDA backend.
+pub struct Cuda {
+    pub(super) vram: Arc<Vram>,
+    pub(super) arena: Arc<Arena>,
+    pub(super) stream: Stream,
+    pub(super) plans: Plans,
+    pub(super) state: Option<DeviceState>,
+    pub(super) tiers: Tiers,
+    pub(super) round: Option<Round>,
+    /// The identity permutation, for combines of outputs in pick order.
+    pub(super) identity: Option<DeviceBuffer>,
+    /// Routings of this decode round by bank, to be counted.
+    pub(super) routed: Vec<(usize, CudaBuf)>,
+    /// Whether this prompt round streams its experts.
+    pub(super) streaming: bool,
+    /// Convolution, `A_log` and time-step bias of each delta rule layer, for refolds.
+    pub(super) gdn_weights: Vec<(u64, u64, u64)>,
+    pub(super) chained: bool,
+    pub(super) options: CudaOptions,
+    boards: [Option<Board>; 2],
+    stages: Vec<Stage>,
+    staged: usize,
+    io: Option<PinnedBuffer>,
+    log: Option<PinnedBuffer>,
+    angles: Vec<(usize, CudaBuf)>,
+    rotary: Vec<(RopeTable, DeviceBuffer, DeviceBuffer)>,
+    pub(super) holding: bool,
+    pub(super) failed: Option<EngineError>,
+    pub(super) failed_lanes: Vec<(usize, String)>,
+    graphs: Vec<(Tape, Option<Graph>)>,
+    pub(super) profile: Option<Profile>,
+    pub(super) zipf: Option<ZipfRoute>,
+}
+
+impl Cuda {
+    /// Opens a device; [`Backend::allocate`] adds state.
+    pub fn new(options: CudaOptions) -> Result<Self, EngineError> {
+        let device = Device::open(options.device).map_err(fault)?;
+        let vram = Arc::new(Vram::new(device.clone(), options.budget));
+        Ok(Cuda {
+            arena: Arc::new(Arena::new(vram.clone())),
+            stream: device.stream().map_err(fault)?,
+            plans: Plans::new(&device).map_err(fault)?,
+            vram,
+            state: None,
+            tiers: Tiers::new(options.placement, options.routing),
+            round: None,
+            identity: None,
+            routed: Vec::new(),
+            streaming: false,
+            gdn_weights: Vec::new(),
+            options,
+            boards: [None, None],
+            stages: Vec::new(),
+            staged: 0,
+            io: None,
+            log: None,
+            angles: Vec::new(),
+            rotary: Vec::new(),
+            chained: false,
+            holding: false,
+            failed: None,
+            failed_lanes: Vec::new(),
+            graphs: Vec::new(),
+            profile: options.profile.then(Profile::default),
+            zipf: None,
+        })
+    }
+
+    /// Name of the device.
+    pub fn device_name(&self) -> &str {
+        &self.vram.device.info().name
+    }
+
+    /// What device memory is used for.
+    pub fn ledger(&self) -> Ledger {
+        self.vram.ledger()
+    }
+
+    /// What the expert tiers did.
+    pub fn tier_counts(&self) -> TierCounts {
+        self.tiers.counts
+    }
+
+    /// The same, counted from zero from now on.
+    pub fn take_tier_counts(&mut self) -> TierCounts {
+        std::mem::take(&mut self.tiers.counts)
+    }
+
+    /// Bytes a second that a copy within device memory reads and writes.
+    pub fn copy_rate(&self) -> Result<f64, EngineError> {
+        const BYTES: usize = 512 << 20;
+        let device = &self.vram.device;
+        let (a, b) = (device.alloc(BYTES).map_err(fault)?, device.alloc(BYTES).map_err(fault)?);
+        let (start, end) = (device.event().map_err(fault)?, device.event().map_err(fault)?);
+        let mut best = f64::INFINITY;
+        for _ in 0..5 {
+            self.stream.record(&start).map_err(fault)?;
+            self.stream.copy(b.ptr(), a.ptr(), BYTES).map_err(fault)?;
+            self.stream.record(&end).map_err(fault)?;
+            best = best.min(end.micros_since(&start).map_err(fault)?);
+        }
+        Ok(2.0 * BYTES as f64 / best * 1e6)
+    }
+
+    /// Frames for experts, and bytes of a record.
+    pub fn expert_frames(&self) -> (usize, usize) {
+        (self.tiers.frames(), self.tiers.record_bytes())
+    }
+
+    /// What the last round of each kind spent its time on, with [`CudaOptions::profile`].
+    pub fn profile(&self) -> Option<&Profile> {
+        self.profile.as_ref()
+    }
+
+    /// From here on the round's time belongs to `op`.
+    pub(super) fn mark(&mut self, at: At<'_>) {
+        if self.profile.is_none() {
+            return;
+        }
+        self.chained = false;
+        self.guard(|c| match &mut c.profile {
+            Some(p) => p.mark(&c.vram.device, &c.stream, at.site),
+            None => Ok(()),
+        });
+    }
+
+    // ---- plumbing ------------------------------------------------------------------------------------------
+
+    /// Whether the next launch may overlap its predecessor: true if that is a launch.
+    pub(super) fn pdl(&mut self) -> bool {
+        std::mem::replace(&mut self.chained, true)
+    }
+
+    /// Runs `f` unless something failed before; its failure ends the round.
+    pub(super) fn guard<T>(&mut self, f: impl FnOnce(&mut Self) -> Result<T, EngineError>) -> Option<T> {
+        if self.failed.is_some() {
+            return None;
+        }
+        match f(self) {
+            Ok(v) => Some(v),
+            Err(e) => {
+                self.failed = Some(e);
+                None
+            }
+        }
+    }
+
+    pub(super) fn fresh(&self, rows: usize, width: usize, f32: bool) -> Result<CudaBuf, EngineError> {
+        let lease = self.arena.lease(rows * width * if f32 { 4 } else { 2 })?;
+        Ok(CudaBuf { ptr: lease.ptr(), lease: Some(lease), rows, width, f32, convolution: 0 })
+    }
+
+    /// A new matrix that `f` fills.
+    pub(super) fn make(
+        &mut self,
+        rows: usize,
+        width: usize,
+        f32: bool,
+        f: impl FnOnce(&mut Self, &CudaBuf) -> Result<(), EngineError>,
+    ) -> CudaBuf {
+        let made = self.guard(|c| {
+            let y = c.fresh(rows, width, f32)?;
+            f(c, &y)?;
+            Ok(y)
+        });
+        made.unwrap_or(CudaBuf { lease: None, ptr: 0, rows, width, f32, convolution: 0 })
+    }
+
+    pub(super) fn round(&self) -> Result<&Round, EngineError> {
+        self.round.as_ref().ok_or_else(|| EngineError::Round("an operation outside a round".into()))
+    }
+
+    pub(super) fn is_decode(&self) -> bool {
+        self.round.as_ref().is_some_and(Round::is_decode)
+    }
+
+    pub(super) fn state(&self) -> Result<&DeviceState, EngineError> {
+        self.state.as_ref().ok_or_else(|| EngineError::Round("a round before allocate".into()))
+    }
+
+    pub(super) fn state_mut(&mut self) -> Result<&mut DeviceState, EngineError> {
+        self.state.as_mut().ok_or_else(|| EngineError::Round("a round before allocate".into()))
+    }
+
+    /// Makes the launches noted so far, in the middle of a round.
+    pub(super) fn flush(&mut self) -> Result<(), EngineError> {
+        if self.holding {
+            let tape = self.stream.release();
+            self.holding = false;
+            self.stream.play(&tape).map_err(fault)?;
+        }
+        self.chained = false;
+        Ok(())
+    }
+
+    /// Makes a round's launches: by its graph from its third time on.
+    fn finish(&mut self) -> Result<(), EngineError> {
+        if !self.holding {
+            return Ok(());
+        }
+        let tape = self.stream.release();
+        self.holding = false;
+        self.chained = false;
+        if tape.is_empty() {
+            return Ok(());
+        }
+        let known = self.graphs.iter().rposition(|(t, _)| *t == tape);
+        let Some(i) = known else {
+            self.stream.play(&tape).map_err(fault)?;
+            if self.options.graphs {
+                if self.graphs.len() >= GRAPHS {
+                    // Nothing of an earlier round is still running: rounds end with a wait.
+                    self.graphs.remove(0);
+                }
+                self.graphs.push((tape, None));
+            }
+            return Ok(());
+        };
+        if self.graphs[i].1.is_none() {
+            let stream = &self.stream;
+            self.graphs[i].1 = Some(stream.capture(|| stream.play(&tape)).map_err(fault)?);
+        }
+        match &self.graphs[i].1 {
+            Some(g) => self.stream.replay(g).map_err(fault),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn act(x: &CudaBuf) -> Result<u64, EngineError> {
+        if x.f32 {
+            return Err(EngineError::Round("FP32 values where activations are expected".into()));
+        }
+        Ok(x.ptr)
+    }
+
+    /// `y[c] = W x[c]` for `cols` columns, pitches in elements.
+    #[expect(clippy::too_many_arguments, reason = "two matrices and their pitches")]
+    pub(super) fn product(
+        &mut self,
+        w: &CudaWeight,
+        x: u64,
+        x_pitch: usize,
+        cols: usize,
+        y: u64,
+        y_pitch: usize,
+        out: Out,
+    ) -> Result<(), EngineError> {
+        let size = if out == Out::F32 { 4 } else { 2 };
+        let mut row = 0;
+        if w.parts.is_empty() {
+            return Err(EngineError::Weight { name: w.name.clone(), what: "is no matrix".into() });
+        }
+        for part in &w.parts {
+            let to = y + (row * size) as u64;
+            row += part.n;
+            // A few rows of a prompt are cheaper through the decode kernel too.
+            if cols > 64 && !self.is_decode() && x_pitch.is_multiple_of(8) && part.k.is_multiple_of(8) {
+                let pdl = self.pdl();
+                let g = self.plans.gemm(part.format).map_err(fault)?;
+                g.launch(&self.stream, part, x, x_pitch, cols, to, y_pitch, out, pdl).map_err(fault)?;
+                continue;
+            }
+            for c in (0..cols).step_by(64) {
+                let n = (cols - c).min(64);
+                let pdl = self.pdl();
+                let g = self.plans.gemv(part.format, part.n, part.k_pad, n).map_err(fault)?;
+                let (x, to) = (x + (2 * c * x_pitch) as u64, to + (c * y_pitch * size) as u64);
+                g.launch(&self.stream, part, x, x_pitch, to, y_pitch, out, pdl).map_err(fault)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn copy_rows(&mut self, c: RowCopy) -> Result<(), EngineError> {
+        let pdl = self.pdl();
+        self.plans.moves.copy(&self.stream, &c, pdl).map_err(fault)
+    }
+
+    /// Frequencies and axes of a rotary table on the device.
+    pub(super) fn rotary(&mut self, rope: &RopeTable) -> Result<Rotary, EngineError> {
+        let same = |r: &RopeTable| r.freq == rope.freq && r.axis == rope.axis && r.scale == rope.scale;
+        let found = self.rotary.iter().position(|(r, ..)| same(r));
+        let i = match found {
+            Some(i) => i,
+            None => {
+                let freq = self.vram.take("weights", 8 * rope.freq.len())?;
+                freq.write(0, &rope.freq).map_err(fault)?;
+                let axis = self.vram.take("weights", rope.axis.len())?;
+                axis.write(0, &rope.axis).map_err(fault)?;
+                self.rotary.push((rope.clone(), freq, axis));
+                self.rotary.len() - 1
+            }
+        };
+        let (_, freq, axis) = &self.rotary[i];
+        Ok(Rotary { freq: freq.ptr(), axis: axis.ptr(), scale: rope.scale as f32, half: rope.freq.len() })
+    }
+
+    /// cos and sin of the round's rows, `[rows][2][half]` FP32.
+    pub(super) fn angles(&mut self, rope: &RopeTable) -> Result<u64, EngineError> {
+        let key = std::ptr::from_ref(rope) as usize;
+        if let Some((_, b)) = self.angles.iter().find(|(k, _)| *k == key) {
+            return Ok(b.ptr);
+        }
+        let r = self.rotary(rope)?;
+        let lanes = self.round()?.lanes;
+        let b = self.fresh(lanes.rows, 2 * r.half, true)?;
+        let pdl = self.pdl();
+        self.plans
+            .rows
+            .rope_table(
+                &self.stream,
+                lanes.positions,
+                r.freq,
+                r.axis,
+                r.scale,
+                r.half,
+                lanes.rows,
+                b.ptr,
+                pdl,
+            )
+            .map_err(fault)?;
+        let ptr = b.ptr;
+        self.angles.push((key, b));
+        Ok(ptr)
+    }
+
+    pub(super) fn fetch(&mut self, x: &CudaBuf) -> Result<Vec<f32>, EngineError> {
+        self.flush()?;
+        let bytes = x.bytes();
+        if x.ptr == 0 || bytes == 0 {
+            return Ok(Vec::new());
+        }
+        if self.io.as_ref().is_none_or(|io| io.as_slice().len() < bytes) {
+            self.io = None;
+            self.io = Some(self.vram.device.pinned(bytes.next_power_of_two()).map_err(fault)?);
+        }
+        let Some(io) = &self.io else { return Ok(Vec::new()) };
+        self.stream.copy(io.device_ptr(), x.ptr, bytes).map_err(fault)?;
+        self.stream.synchronize().map_err(fault)?;
+        let words = &io.as_slice()[..bytes];
+        Ok(if x.f32 {
+            words.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+        } else {
+            words
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16))
+                .collect()
+        })
+    }
+
+    pub(super) fn begin(&mut self, meta: StepMeta) -> Result<(), EngineError> {
+        let decode = meta.kind == CallKind::Decode;
+        let target = meta.part == Part::Target;
+        let (slots, pages) = {
+            let layout = &self.state()?.layout;
+            (layout.slots, layout.pages)
+        };
+        meta.validate(slots, pages)?;
+        for l in &meta.lanes {
+            if target && self.state()?.recorded[l.slot] > 0 {
+                return Err(EngineError::Round(format!(
+                    "slot {} has columns that are not committed",
+                    l.slot
+                )));
+            }
+        }
+        self.failed_lanes.clear();
+        self.routed.clear();
+        self.angles.clear();
+        self.arena.begin();
+        self.staged = 0;
+        self.chained = false;
+        self.tiers.before_round(&self.stream)?;
+        let board = &mut self.boards[usize::from(!(decode && meta.rows() <= DECODE_ROWS))];
+        if board.as_ref().is_none_or(|b| !b.holds(&meta)) {
+            let rows = if decode { DECODE_ROWS } else { 1024 }.max(meta.rows().next_power_of_two());
+            *board = None;
+            *board = Some(Board::new(&self.vram, rows, slots, pages)?);
+        }
+        let Some(board) = board else { return Ok(()) };
+        let half = self.state.as_ref().map_or(&[][..], |s| &s.half);
+        let round = board.send(&self.stream, meta, half)?;
+        // Few rows touch few experts: those come over the link as they are used.
+        self.streaming = !decode && round.lanes.rows >= 64 && self.tiers.is_partial();
+        if self.streaming {
+            self.tiers.begin_stream(&self.stream, round.meta.part)?;
+        }
+        self.round = Some(round);
+        if let Some(p) = &mut self.profile {
+            p.begin(&self.vram.device, &self.stream, decode)?;
+        } else if decode {
+            self.stream.hold();
+            self.holding = true;
+        }
+        Ok(())
+    }
+
+    pub(super) fn complete(&mut self) -> Result<(), EngineError> {
+        self.finish()?;
+        if let Some(p) = &mut self.profile {
+            p.end(&self.vram.device, &self.stream)?;
+        }
+        let mut sizes = Vec::new();
+        if self.is_decode() && self.tiers.is_partial() {
+            let bytes: usize = self.routed.iter().map(|(_, b)| b.bytes()).sum();
+            if self.log.as_ref().is_none_or(|l| l.as_slice().len() < bytes) {
+                self.log = Some(self.vram.device.pinned(bytes.next_power_of_two()).map_err(fault)?);
+            }
+            let mut at = 0;
+            for (bank, ids) in &self.routed {
+                if let Some(log) = &self.log {
+                    self.stream.copy(log.device_ptr() + at as u64, ids.ptr, ids.bytes()).map_err(fault)?;
+                }
+                sizes.push((*bank, at, ids.bytes()));
+                at += ids.bytes();
+            }
+        }
+        self.stream.synchronize().map_err(fault)?;
+        for (bank, at, bytes) in sizes {
+            let Some(log) = &self.log else { break };
+            let words = &log.as_slice()[at..at + bytes];
+            let ids: Vec<i32> = words.as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)).collect();
+            self.tiers.note(bank, &ids);
+        }
+        if let Some(r) = &self.round {
+            self.tiers.advance(r.lanes.rows);
+        }
+        Ok(())
+    }
+
+    /// Refolds `n` of the recorded columns of a slot.
+    pub(super) fn refold(&mut self, slot: usize, n: usize) -> Result<(), EngineError> {
+        let Some(state) = &self.state else { return Ok(()) };
+        let (from, to) = (2 * slot + state.half[slot], 2 * slot + 1 - state.half[slot]);
+        let words = [0, n as i32, n as i32, from as i32, to as i32];
+        let memory = self.arena.lease(64)?;
+        self.stream.write(memory.ptr(), &words).map_err(fault)?;
+        let at = |i: u64| memory.ptr() + 4 * i;
+        self.chained = false;
+        let (gdn, ple) = (state.layout.gdn.clone(), state.layout.ple.clone());
+        for (id, d) in gdn.iter().enumerate() {
+            self.replay_gdn(id, *d, slot, [at(0), at(2), at(3), at(4)])?;
+        }
+        for (id, p) in ple.iter().enumerate() {
+            // Only the number of kept columns counts here, not how taps and dilation make it up.
+            let (ple, record) = self.state()?.ple(id, p.columns + 1, 1);
+            let lanes = infernix_cuda::kernels::rows::Lanes {
+                first: at(0),
+                count: at(2),
+                slots: at(3),
+                out_slots: at(4),
+                rows: n,
+                lanes: 1,
+                ..Default::default()
+            };
+            let pdl = self.pdl();
+            let c = record.0 + (2 * slot * record.1) as u64;
+            self.plans.ple.fold(&self.stream, c, &ple, &lanes, (0, 0), pdl).map_err(fault)?;
+        }
+        // `memory` is reused by the next round at the earliest, behind these launches.
+        Ok(())
+    }
+
+    /// Waits for n-gram rows and sends them, rounded to BF16.
+    pub(super) fn stage(
+        &mut self,
+        tickets: &[NgramTicket],
+        rows: usize,
+        width: usize,
+    ) -> Result<u64, EngineError> {
+        let bytes = (2 * rows * width).next_multiple_of(256);
+        if self.stages.last().is_none_or(|s| self.staged + bytes > s.host.as_slice().len()) {
+            if self.staged == 0 {
+                self.stages.clear();
+            }
+            let size = bytes.next_power_of_two().max(1 << 20);
+            self.stages.push(Stage {
+                host: self.vram.device.pinned(size).map_err(fault)?,
+                device: self.vram.alloc("rounds", size)?,
+            });
+            self.staged = 0;
+        }
+        let mut failed = Vec::new();
+        let lane_rows = self.round()?.lane_rows.clone();
+        let at = self.staged;
+        let Some(stage) = self.stages.last_mut() else { return Ok(0) };
+        let words = &mut stage.host.as_mut_slice()[at..at + 2 * rows * width];
+        for (l, (ticket, r)) in tickets.iter().zip(&lane_rows).enumerate() {
+            let own = &mut words[2 * r.start * width..2 * r.end * width];
+            let values = ticket.wait().and_then(|v| {
+                let what =
+                    || EngineError::Ngram(format!("{} table values, {} needed", v.len(), own.len() / 2));
+                if 2 * v.len() == own.len() { Ok(v) } else { Err(what()) }
+            });
+            match values {
+                Ok(v) => {
+                    for (o, v) in own.as_chunks_mut::<2>().0.iter_mut().zip(v.iter()) {
+                        *o = half::bf16::from_f32(*v).to_bits().to_le_bytes();
+                    }
+                }
+                // Zeros keep the shapes; the lane's results are dropped.
+                Err(e) => {
+                    own.fill(0);
+                    failed.push((l, e.to_string()));
+                }
+            }
+        }
+        let (to, from) = (stage.device.at(at), stage.host.device_ptr() + at as u64);
+        self.staged += bytes;
+        self.failed_lanes.extend(failed);
+        self.stream.copy(to, from, 2 * rows * width).map_err(fault)?;
+        if !self.holding {
+            self.chained = false;
+        }
+        Ok(to)
+    }
+}
