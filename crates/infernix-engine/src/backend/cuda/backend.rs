@@ -1,6 +1,6 @@
 //! [`Backend`] on a CUDA device.
 
-use super::context::{Cuda, CudaRouting, CudaSelection, RESERVE};
+use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::CudaExperts;
 use super::state::{CudaSnapshot, DeviceState};
 use super::vram::{CudaBuf, fault};
@@ -42,7 +42,9 @@ impl Backend for Cuda {
         let b = self.vram.take("rounds", 4 * identity.len())?;
         b.write(0, &identity).map_err(fault)?;
         self.identity = Some(b);
-        self.tiers.place(&self.vram, &self.stream, RESERVE)?;
+        // What experts leave free is for activations: prompt calls of 8,192 rows of Flash-Next take some 2.5 GiB.
+        let reserve = (self.vram.left()? / 8).clamp(512 << 20, 3 << 30);
+        self.tiers.place(&self.vram, &self.stream, reserve)?;
         self.stream.synchronize().map_err(fault)
     }
 
@@ -314,6 +316,7 @@ impl Backend for Cuda {
         self.mark(at);
         self.guard(|c| {
             let (to, from) = (Cuda::act(x)?, Cuda::act(y)?);
+            c.changed(to);
             for g in 0..x.width / y.width.max(1) {
                 let pdl = c.pdl();
                 let at = to + (2 * g * y.width) as u64;
@@ -374,6 +377,7 @@ impl Backend for Cuda {
             }
             let pdl = c.pdl();
             let (to, from) = (Cuda::act(r)?, Cuda::act(y)?);
+            c.changed(to);
             c.plans.rows.inject(&c.stream, from, factor.ptr, to, y.width, y.rows, pdl).map_err(fault)
         });
     }
@@ -416,6 +420,7 @@ impl Backend for Cuda {
         self.mark(at);
         self.guard(|c| {
             let (to, v, x, words) = (Cuda::act(r)?, Cuda::act(v)?, Cuda::act(x)?, w.plain()?);
+            c.changed(to);
             let lanes = c.round()?.lanes;
             let (state, record) = c.state()?.ple(id, w.k, dilation);
             let record = if c.is_decode() { record } else { (0, 0) };

@@ -3,19 +3,27 @@
 use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::{CudaExperts, Store};
 use super::state::INDEX_DIM;
+use super::tiers::Records;
 use super::vram::{CudaBuf, fault};
 use super::weights::CudaWeight;
 use crate::backend::{At, AttentionWeights, Backend, Boundary, GdnDims, HyperWeights, Op, RopeTable, Trace};
 use crate::error::EngineError;
 use infernix_cuda::kernels::attention::{Queries, Selection};
 use infernix_cuda::kernels::experts::{ExpertTable, Jobs, act_bytes};
-use infernix_cuda::kernels::gdn::GdnArgs;
+use infernix_cuda::kernels::gdn::{ChunkArgs, GdnArgs};
 use infernix_cuda::kernels::hyper::HyperWeights as HyperMatrices;
 use infernix_cuda::kernels::linear::{Linear, Out, WeightFormat};
+use infernix_cuda::kernels::tile::{Epilogue, ExpertPlanes, Quantise, Sorted, Tile, TileFormat};
 use infernix_cuda::kernels::zipf::ZipfRoute;
 
-/// Rows of a prompt whose experts or selections are computed at a time.
+/// Rows of a prompt whose selections, or experts without a tile product, are computed at a time.
 const BATCH: usize = 256;
+/// Rows of a prompt whose experts are computed at a time by the tile products, and the fewest that are.
+const EXPERT_ROWS: usize = 8192;
+const FEW_ROWS: usize = 64;
+/// Rows of one span of the chunked delta rule, and the fewest it takes.
+const SPAN: usize = 2048;
+const CHUNK_ROWS: usize = 64;
 
 /// One matrix of a weight, if it is one.
 fn only(w: &CudaWeight) -> Option<&Linear> {
@@ -135,6 +143,9 @@ impl Cuda {
         if u.convolution == 0 {
             return Err(EngineError::Round("a recurrence without its convolution".into()));
         }
+        if !self.is_decode() && lanes.rows >= CHUNK_ROWS {
+            return self.chunked_gdn(id, u, a, b, a_log, dt_bias, y);
+        }
         let args = GdnArgs {
             y: Cuda::act(u)?,
             y_pitch: u.width,
@@ -164,6 +175,62 @@ impl Cuda {
         let pdl = self.pdl();
         let step = self.plans.gdn(d.key_heads, d.value_heads).map_err(fault)?;
         step.launch(&self.stream, &args, pdl).map_err(fault)
+    }
+
+    /// The recurrence of a prompt, 64 tokens at a time, lane by lane.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one recurrence")]
+    fn chunked_gdn(
+        &mut self,
+        id: usize,
+        u: &CudaBuf,
+        a: &CudaBuf,
+        b: &CudaBuf,
+        a_log: &CudaWeight,
+        dt_bias: &CudaWeight,
+        y: &CudaBuf,
+    ) -> Result<(), EngineError> {
+        let lanes = self.round()?.lanes;
+        let (d, at) = (self.state()?.layout.gdn[id], self.state()?.gdn(id));
+        let (c, nv) = (d.channels(), d.value_heads);
+        let mixed = self.fresh(u.rows, c, false)?;
+        let bytes = self.plans.chunk(d.key_heads, nv).map_err(fault)?.scratch(SPAN.min(u.rows));
+        let scratch = self.arena.lease(bytes)?;
+        for l in 0..lanes.lanes {
+            let round = self.round()?;
+            let (rows, slot) = (round.lane_rows[l].clone(), round.meta.lanes[l].slot);
+            let half = self.state()?.half[slot];
+            let (from, to) = (2 * slot + half, 2 * slot + 1 - half);
+            let state = |s: usize| at.state + (4 * s * at.state_stride) as u64;
+            let conv = |s: usize| at.conv + (2 * s * at.conv_stride) as u64;
+            let row = |p: u64, width: usize| p + (2 * rows.start * width) as u64;
+            self.stream.copy(state(to), state(from), nv << 16).map_err(fault)?;
+            self.stream.copy(conv(to), conv(from), 3 * c * 2).map_err(fault)?;
+            let (x, out, n) = (row(Cuda::act(u)?, c), row(mixed.ptr, c), rows.len());
+            let ops = &self.plans.rows;
+            ops.conv_silu(&self.stream, x, conv(from), u.convolution, out, c, n, c, c, false)
+                .map_err(fault)?;
+            ops.conv_fold(&self.stream, x, conv(to), lanes.count + 4 * l as u64, c, c, true)
+                .map_err(fault)?;
+            let args = ChunkArgs {
+                y: out,
+                y_pitch: c,
+                a: row(Cuda::act(a)?, a.width),
+                b: row(Cuda::act(b)?, b.width),
+                ab_pitch: a.width,
+                a_log: a_log.wide()?,
+                dt_bias: dt_bias.wide()?,
+                state: state(to),
+                o: row(y.ptr, y.width),
+                o_pitch: y.width,
+                rows: n,
+                scratch: scratch.ptr(),
+                scratch_bytes: bytes,
+            };
+            let chunk = self.plans.chunk(d.key_heads, nv).map_err(fault)?;
+            chunk.launch(&self.stream, &args, true).map_err(fault)?;
+        }
+        self.chained = true;
+        Ok(())
     }
 
     /// Advances a slot's state over recorded columns, by the words at `first` (two), `count`, `from` and `to`.
@@ -490,16 +557,35 @@ impl Cuda {
                 self.tiers.streamed(&self.stream, bank)?
             }
             Store::Exact { bank, .. } => self.tiers.records(bank),
-            Store::Chain { .. } => 0,
+            Store::Chain { .. } => Records::default(),
         };
-        let step = if decode { x.rows.max(1) } else { BATCH };
+        let exact = matches!(store.store, Store::Exact { .. });
+        let tiled = exact && !decode && x.rows >= FEW_ROWS;
+        let step = match (decode, tiled) {
+            (true, _) => x.rows.max(1),
+            (_, true) => EXPERT_ROWS,
+            _ => BATCH,
+        };
+        let identity = self.identity.as_ref().map_or(0, infernix_cuda::DeviceBuffer::ptr);
         for first in (0..x.rows).step_by(step) {
             let n = step.min(x.rows - first);
+            let mut sorted = None;
             let out = match &store.store {
                 Store::Exact { alpha, input, divisor, .. } => {
-                    let table =
-                        ExpertTable { records, alpha: alpha.ptr(), input: input.ptr(), divisor: *divisor };
-                    self.exact_experts(x, routing, store, &table, first, n)?
+                    let table = ExpertTable {
+                        records: records.whole,
+                        alpha: alpha.ptr(),
+                        input: input.ptr(),
+                        divisor: *divisor,
+                    };
+                    if tiled {
+                        let (out, slot) =
+                            self.tiled_experts(x, routing, store, &table, records.down, first, n)?;
+                        sorted = Some(slot);
+                        out
+                    } else {
+                        self.exact_experts(x, routing, store, &table, first, n)?
+                    }
                 }
                 Store::Chain { gate_up, down } => {
                     let (gate_up, down) = (gate_up.view(), down.view());
@@ -519,14 +605,14 @@ impl Cuda {
                 }
             };
             let at = |b: &CudaBuf| b.ptr + (first * b.pitch()) as u64;
-            let identity = self.identity.as_ref().map_or(0, infernix_cuda::DeviceBuffer::ptr);
+            let places = sorted.as_ref().map_or(identity, |s: &CudaBuf| s.ptr);
             let pdl = self.pdl();
             self.plans
                 .rows
                 .combine(
                     &self.stream,
                     out.ptr,
-                    identity,
+                    places,
                     at(&routing.weights),
                     at(shared),
                     at(shared_logit),
@@ -580,5 +666,70 @@ impl Cuda {
             .launch(&self.stream, table, j, act.ptr(), mid.ptr, out.ptr, true)
             .map_err(fault)?;
         Ok(out)
+    }
+
+    /// Outputs of all picks of some prompt rows in sorted order, and the place of each pick: the canonical quantised inputs, sums
+    /// on tensor cores.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts and a range of rows")]
+    fn tiled_experts(
+        &mut self,
+        x: &CudaBuf,
+        routing: &CudaRouting,
+        store: &CudaExperts,
+        table: &ExpertTable,
+        down: u64,
+        first: usize,
+        n: usize,
+    ) -> Result<(CudaBuf, CudaBuf), EngineError> {
+        let (h, i, top, experts) = (store.hidden, store.intermediate, routing.top, store.experts);
+        let picks = n * top;
+        let ids = routing.ids.ptr + (4 * first * top) as u64;
+        let from = Cuda::act(x)? + (2 * first * h) as u64;
+        let sort = self.plans.sort(experts, top).map_err(fault)?;
+        let (jobs, places) = (sort.max_jobs(n), sort.max_places(n));
+        let lease = |c: &Self, bytes: usize| c.arena.lease(bytes);
+        let (job_list, count) = (lease(self, 16 * jobs)?, lease(self, 8)?);
+        let (base, list) = (lease(self, 4 * (experts + 1))?, lease(self, 4 * picks)?);
+        let slot = self.fresh(n, top, true)?;
+        let sorted = Sorted {
+            jobs: job_list.ptr(),
+            count: count.ptr(),
+            base: base.ptr(),
+            list: list.ptr(),
+            slot: slot.ptr,
+        };
+        let pdl = self.pdl();
+        self.plans
+            .sort(experts, top)
+            .map_err(fault)?
+            .launch(&self.stream, ids, n, sorted, pdl)
+            .map_err(fault)?;
+        let gate_up = ExpertPlanes {
+            tab: table.records,
+            experts,
+            n: 2 * i,
+            k: h,
+            k_pad: h,
+            half: 0,
+            alpha: table.alpha,
+            divisor: table.divisor,
+            down: false,
+        };
+        let last = ExpertPlanes { tab: down, n: h, k: i, k_pad: i, down: true, ..gate_up };
+        let quantise = |down| Some(Quantise { input: table.input, divisor: table.divisor, down });
+        let (mid, out) = (self.fresh(picks, i, false)?, self.fresh(picks, h, false)?);
+        let packed = lease(self, Tile::packed_bytes(places, h))?;
+        let (s, tile) = (&self.stream, self.plans.tile(TileFormat::Rg16).map_err(fault)?);
+        tile.pack_sorted(s, from, h, h, sorted, top, jobs, quantise(false), packed.ptr(), true)
+            .map_err(fault)?;
+        tile.grouped(s, &gate_up, sorted, packed.ptr(), mid.ptr, i, Epilogue::SwiGlu, true).map_err(fault)?;
+        drop(packed);
+        let packed = self.arena.lease(Tile::packed_bytes(places, i))?;
+        let (s, tile) = (&self.stream, self.plans.tile(TileFormat::Rg16).map_err(fault)?);
+        tile.pack_sorted(s, mid.ptr, i, i, sorted, 0, jobs, quantise(true), packed.ptr(), true)
+            .map_err(fault)?;
+        tile.grouped(s, &last, sorted, packed.ptr(), out.ptr, h, Epilogue::Rows, true).map_err(fault)?;
+        self.chained = true;
+        Ok((out, slot))
     }
 }

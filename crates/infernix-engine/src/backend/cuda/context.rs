@@ -5,7 +5,7 @@ use super::profile::Profile;
 use super::round::{Board, Round};
 use super::state::DeviceState;
 use super::tiers::{Placement, TierCounts, Tiers};
-use super::vram::{Arena, CudaBuf, Ledger, Vram, fault};
+use super::vram::{Arena, CudaBuf, Lease, Ledger, Vram, fault};
 use super::weights::CudaWeight;
 use crate::backend::*;
 use crate::error::EngineError;
@@ -14,14 +14,14 @@ use infernix_cuda::driver::{Graph, PinnedBuffer, Stream, Tape};
 use infernix_cuda::kernels::index::Rotary;
 use infernix_cuda::kernels::linear::Out;
 use infernix_cuda::kernels::moves::RowCopy;
+use infernix_cuda::kernels::tile::{Packing, Tile, TileFormat};
 use infernix_cuda::kernels::zipf::ZipfRoute;
 use infernix_cuda::{Device, DeviceBuffer};
+use std::cell::RefCell;
 use std::sync::Arc;
 
 /// Rows of decode rounds that share one set of addresses, and with them graphs.
 const DECODE_ROWS: usize = 512;
-/// Device memory kept free for activations when experts get what is left.
-pub(super) const RESERVE: usize = 1 << 30;
 /// Tapes and graphs kept; the oldest go.
 const GRAPHS: usize = 48;
 
@@ -90,6 +90,9 @@ pub struct CudaSelection {
     pub(super) dense: bool,
 }
 
+/// Packing, address, pitch, rows and columns of a packed input.
+type PackKey = (Packing, u64, usize, usize, usize);
+
 /// n-gram rows on their way to the device.
 struct Stage {
     host: PinnedBuffer,
@@ -126,6 +129,8 @@ pub struct Cuda {
     pub(super) failed: Option<EngineError>,
     pub(super) failed_lanes: Vec<(usize, String)>,
     graphs: Vec<(Tape, Option<Graph>)>,
+    /// The last packed input, and what it was packed from.
+    pack: RefCell<Option<(PackKey, Arc<Lease>)>>,
     pub(super) profile: Option<Profile>,
     pub(super) zipf: Option<ZipfRoute>,
 }
@@ -160,6 +165,7 @@ impl Cuda {
             failed: None,
             failed_lanes: Vec::new(),
             graphs: Vec::new(),
+            pack: RefCell::new(None),
             profile: options.profile.then(Profile::default),
             zipf: None,
         })
@@ -246,7 +252,16 @@ impl Cuda {
 
     pub(super) fn fresh(&self, rows: usize, width: usize, f32: bool) -> Result<CudaBuf, EngineError> {
         let lease = self.arena.lease(rows * width * if f32 { 4 } else { 2 })?;
+        self.changed(lease.ptr());
         Ok(CudaBuf { ptr: lease.ptr(), lease: Some(lease), rows, width, f32, convolution: 0 })
+    }
+
+    /// The matrix at `ptr` is another one from now on.
+    pub(super) fn changed(&self, ptr: u64) {
+        let mut pack = self.pack.borrow_mut();
+        if pack.as_ref().is_some_and(|((_, x, ..), _)| *x == ptr) {
+            *pack = None;
+        }
     }
 
     /// A new matrix that `f` fills.
@@ -354,9 +369,10 @@ impl Cuda {
             row += part.n;
             // A few rows of a prompt are cheaper through the decode kernel too.
             if cols > 64 && !self.is_decode() && x_pitch.is_multiple_of(8) && part.k.is_multiple_of(8) {
+                let packed = self.packed(TileFormat::Rows(part.format), x, x_pitch, cols, part.k)?;
                 let pdl = self.pdl();
-                let g = self.plans.gemm(part.format).map_err(fault)?;
-                g.launch(&self.stream, part, x, x_pitch, cols, to, y_pitch, out, pdl).map_err(fault)?;
+                let t = self.plans.tile(TileFormat::Rows(part.format)).map_err(fault)?;
+                t.dense(&self.stream, part, packed, cols, to, y_pitch, out, pdl).map_err(fault)?;
                 continue;
             }
             for c in (0..cols).step_by(64) {
@@ -368,6 +384,30 @@ impl Cuda {
             }
         }
         Ok(())
+    }
+
+    /// `x` in the order the tile products read. Several matrices read the same input one after another: it is packed once.
+    fn packed(
+        &mut self,
+        format: TileFormat,
+        x: u64,
+        x_pitch: usize,
+        rows: usize,
+        k: usize,
+    ) -> Result<u64, EngineError> {
+        let key = (format.packing(), x, x_pitch, rows, k);
+        let known = self.pack.borrow().as_ref().filter(|(have, _)| *have == key).map(|(_, l)| l.ptr());
+        if let Some(ptr) = known {
+            return Ok(ptr);
+        }
+        self.pack.replace(None);
+        let lease = self.arena.lease(Tile::packed_bytes(rows, k))?;
+        let pdl = self.pdl();
+        let t = self.plans.tile(format).map_err(fault)?;
+        t.pack(&self.stream, x, x_pitch, rows, k, lease.ptr(), pdl).map_err(fault)?;
+        let ptr = lease.ptr();
+        self.pack.replace(Some((key, lease)));
+        Ok(ptr)
     }
 
     pub(super) fn copy_rows(&mut self, c: RowCopy) -> Result<(), EngineError> {
@@ -468,6 +508,7 @@ impl Cuda {
         self.failed_lanes.clear();
         self.routed.clear();
         self.angles.clear();
+        self.pack.replace(None);
         self.arena.begin();
         self.staged = 0;
         self.chained = false;

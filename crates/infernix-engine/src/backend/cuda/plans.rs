@@ -5,8 +5,7 @@ use infernix_cuda::error::Result;
 use infernix_cuda::kernels::attention::Attention;
 use infernix_cuda::kernels::chain::ExpertChain;
 use infernix_cuda::kernels::experts::{Router, W4a4, W4a4Tuning};
-use infernix_cuda::kernels::gdn::GdnStep;
-use infernix_cuda::kernels::gemm::Gemm;
+use infernix_cuda::kernels::gdn::{GdnChunk, GdnStep};
 use infernix_cuda::kernels::hyper::HyperMix;
 use infernix_cuda::kernels::index::IndexAppend;
 use infernix_cuda::kernels::linear::{Gemv, WeightFormat};
@@ -15,6 +14,7 @@ use infernix_cuda::kernels::moves::Moves;
 use infernix_cuda::kernels::ple::PleOps;
 use infernix_cuda::kernels::rows::RowOps;
 use infernix_cuda::kernels::select::IndexSelect;
+use infernix_cuda::kernels::tile::{Sort, Tile, TileFormat};
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::Arc;
@@ -31,7 +31,9 @@ pub(super) struct Plans {
     pub(super) ple: PleOps,
     pub(super) chain: ExpertChain,
     gemv: HashMap<(&'static str, usize, usize, usize), Gemv>,
-    gemm: HashMap<&'static str, Gemm>,
+    tile: HashMap<&'static str, Tile>,
+    sort: HashMap<Key2, Sort>,
+    chunk: HashMap<Key2, GdnChunk>,
     hyper: HashMap<(&'static str, usize, usize), HyperMix>,
     gdn: HashMap<Key2, GdnStep>,
     attention: HashMap<(usize, usize, usize, bool), Attention>,
@@ -63,7 +65,9 @@ impl Plans {
             ple: PleOps::new(device)?,
             chain: ExpertChain::new(device)?,
             gemv: HashMap::new(),
-            gemm: HashMap::new(),
+            tile: HashMap::new(),
+            sort: HashMap::new(),
+            chunk: HashMap::new(),
             hyper: HashMap::new(),
             gdn: HashMap::new(),
             attention: HashMap::new(),
@@ -79,9 +83,19 @@ impl Plans {
         once(&mut self.gemv, (f.tag(), n, k_pad, cols), || Gemv::new(d, f, n, k_pad, cols, Gemv::RING))
     }
 
-    pub(super) fn gemm(&mut self, f: WeightFormat) -> Result<&Gemm> {
+    pub(super) fn tile(&mut self, f: TileFormat) -> Result<&Tile> {
         let d = &self.device;
-        once(&mut self.gemm, f.tag(), || Gemm::new(d, f))
+        once(&mut self.tile, f.tag(), || Tile::new(d, f))
+    }
+
+    pub(super) fn sort(&mut self, experts: usize, top: usize) -> Result<&Sort> {
+        let d = &self.device;
+        once(&mut self.sort, (experts, top), || Sort::new(d, experts, top))
+    }
+
+    pub(super) fn chunk(&mut self, nk: usize, nv: usize) -> Result<&GdnChunk> {
+        let d = &self.device;
+        once(&mut self.chunk, (nk, nv), || GdnChunk::new(d, nk, nv))
     }
 
     pub(super) fn hyper(&mut self, f: WeightFormat, h: usize, rank: usize) -> Result<&HyperMix> {

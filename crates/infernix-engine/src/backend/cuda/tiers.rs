@@ -47,6 +47,17 @@ struct Bank {
     host: Option<Registered>,
 }
 
+/// Where a layer's records are: device addresses of arrays of addresses.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Records {
+    pub(super) whole: u64,
+    pub(super) down: u64,
+}
+
+fn put(words: &mut PinnedBuffer, i: usize, value: u64) {
+    words.as_mut_slice()[8 * i..8 * i + 8].copy_from_slice(&value.to_le_bytes());
+}
+
 struct Move {
     expert: usize,
     frame: usize,
@@ -233,8 +244,8 @@ impl Tiers {
             }
         }
         stream.synchronize().map_err(fault)?;
-        let addresses = vram.device.pinned(8 * n).map_err(fault)?;
-        self.table = Some(vram.alloc("rounds", 8 * n)?);
+        let addresses = vram.device.pinned(16 * n).map_err(fault)?;
+        self.table = Some(vram.alloc("rounds", 16 * n)?);
         self.frames = Some(memory);
         self.addresses = Some(addresses);
         for e in 0..n {
@@ -248,8 +259,8 @@ impl Tiers {
             self.ring = Some(Ring {
                 memory: vram.alloc("expert ring", 2 * ring * self.frame)?,
                 half: ring,
-                addresses: dev.pinned(8 * n).map_err(fault)?,
-                table: vram.alloc("rounds", 8 * n)?,
+                addresses: dev.pinned(16 * n).map_err(fault)?,
+                table: vram.alloc("rounds", 16 * n)?,
                 copied: [event()?, event()?],
                 used: [event()?, event()?],
                 order: Vec::new(),
@@ -305,15 +316,28 @@ impl Tiers {
             (Some(f), Some(m)) => m.at(f as usize * self.frame),
             _ => self.host_address(expert),
         };
+        let down = address + self.down_offset();
+        let n = self.total();
         if let Some(a) = &mut self.addresses {
-            a.as_mut_slice()[8 * expert..8 * expert + 8].copy_from_slice(&address.to_le_bytes());
+            put(a, expert, address);
+            put(a, n + expert, down);
         }
         self.dirty = true;
     }
 
-    /// Address of the records of a bank's experts, U64 each.
-    pub(super) fn records(&self, bank: usize) -> u64 {
-        self.table.as_ref().map_or(0, |t| t.at(8 * self.banks[bank].experts.start))
+    /// Bytes of gate and up before down in a record: two of three equal parts.
+    fn down_offset(&self) -> u64 {
+        (self.record / 3 * 2) as u64
+    }
+
+    /// Addresses of the records of a bank's experts and of their down parts, U64 each.
+    pub(super) fn records(&self, bank: usize) -> Records {
+        self.table.as_ref().map_or(Records::default(), |t| self.in_table(t, bank))
+    }
+
+    fn in_table(&self, t: &DeviceBuffer, bank: usize) -> Records {
+        let first = self.banks[bank].experts.start;
+        Records { whole: t.at(8 * first), down: t.at(8 * (self.total() + first)) }
     }
 
     /// Counts what a decode round used: `ids` of `bank`.
@@ -446,7 +470,8 @@ impl Tiers {
                     }
                     _ => self.host_address(e),
                 };
-                ring.addresses.as_mut_slice()[8 * e..8 * e + 8].copy_from_slice(&address.to_le_bytes());
+                put(&mut ring.addresses, e, address);
+                put(&mut ring.addresses, self.total() + e, address + self.down_offset());
             }
         }
         let sent =
@@ -482,13 +507,12 @@ impl Tiers {
     }
 
     /// Records of a bank in a streamed prompt call; work enqueued from now on waits for them.
-    pub(super) fn streamed(&mut self, stream: &Stream, bank: usize) -> Result<u64, EngineError> {
-        let start = self.banks[bank].experts.start;
+    pub(super) fn streamed(&mut self, stream: &Stream, bank: usize) -> Result<Records, EngineError> {
         let Some(ring) = &self.ring else { return Ok(self.records(bank)) };
         match ring.order.iter().position(|b| *b == bank) {
             Some(i) if i == ring.next => {
                 stream.wait(&ring.copied[i % 2]).map_err(fault)?;
-                Ok(ring.table.at(8 * start))
+                Ok(self.in_table(&ring.table, bank))
             }
             _ => Ok(self.records(bank)),
         }

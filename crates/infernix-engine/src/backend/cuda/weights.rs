@@ -172,6 +172,7 @@ fn kind(format: Format, layout: Layout) -> Option<WeightFormat> {
             WeightFormat::Nvfp4
         }
         (Format::Fp8Row | Format::Fp8Tensor, _) => WeightFormat::Fp8Row,
+        (Format::Mxfp8, _) => WeightFormat::Mxfp8,
         _ => return None,
     })
 }
@@ -193,7 +194,7 @@ fn stored_planes(name: &str, p: &WeightPart) -> Result<Planes, EngineError> {
     let shape = RowShape::of(&p.shape).map_err(source)?;
     let (k, rows) = (shape.k as usize, p.rows.start as usize..p.rows.end as usize);
     let Some(format) = kind(p.format, p.layout) else {
-        // A format without a kernel whose values BF16 holds exactly (MXFP8: four bits times a power of two).
+        // A format without a kernel whose values BF16 holds exactly.
         let Some(words) = exact_bf16(&decode(name, p)?) else {
             let what = format!("{} has no CUDA kernel and does not fit BF16; use --backend cpu", p.format);
             return Err(EngineError::Weight { name: name.to_owned(), what });
