@@ -258,6 +258,9 @@ pub(crate) struct ModelArgs {
     /// Device memory to use at most (CUDA) [default: all that is free]
     #[arg(long, value_name = "N")]
     pub(crate) vram_budget_mib: Option<usize>,
+    /// Host memory for routed experts (CUDA); said explicitly, it also overrides the check against what is free now
+    #[arg(long, value_name = "N")]
+    pub(crate) expert_ram_mib: Option<usize>,
     /// Worker threads of decoding [default: the physical cores this process may use]
     #[arg(long, short = 'j', value_name = "N")]
     pub(crate) threads: Option<usize>,

@@ -154,7 +154,14 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
     let format = args.synthetic_format.as_deref().map_or(Ok(geometry.format), synthetic_format)?;
     let sizes = synthetic::sizes(&geometry, format)?;
     let free = available_memory();
-    if free > 0 && sizes.bytes + sizes.bytes / 16 > free {
+    if free > 0 && sizes.bytes + sizes.bytes / 16 > free && args.model.expert_ram_mib.is_some() {
+        // Memory of a virtual machine may grow as it is used.
+        output::warn(&format!(
+            "{} of memory are free, {} are needed",
+            output::bytes(free),
+            output::bytes(sizes.bytes)
+        ));
+    } else if free > 0 && sizes.bytes + sizes.bytes / 16 > free {
         bail!(
             "{name} in {format} needs {} of memory for its weights, {} are available",
             output::bytes(sizes.bytes),

@@ -181,8 +181,10 @@ impl Geometry {
     pub fn ngram(&self) -> Result<Option<Ngram>, EngineError> {
         let config = self.config()?;
         let Some(ple) = &config.ple else { return Ok(None) };
-        let rows = Rows { width: ple.row_width() as usize };
-        let options = NgramOptions { threads: 4, cache_bytes: 0 };
+        let tables = infernix_model::ngram::constants(ple, config.vocab)?;
+        let rows = tables.iter().map(|t| t.rows).sum();
+        let rows = Rows { width: ple.row_width() as usize, rows };
+        let options = NgramOptions { threads: 8, cache_bytes: 0 };
         Ngram::new(ple, config.vocab, Box::new(rows), options).map(Some)
     }
 
@@ -339,6 +341,7 @@ fn input_scales(shape: &[u64]) -> WeightData {
 /// Rows of a table that is never stored.
 struct Rows {
     width: usize,
+    rows: u64,
 }
 
 impl RowSource for Rows {
@@ -347,7 +350,7 @@ impl RowSource for Rows {
     }
 
     fn rows(&self) -> u64 {
-        u64::MAX
+        self.rows
     }
 
     fn read(&self, row: u64, out: &mut [f32]) -> Result<(), String> {

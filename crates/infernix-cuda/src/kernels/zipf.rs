@@ -47,7 +47,7 @@ impl ZipfRoute {
         (factor % experts.max(1), (seed >> 32) as usize % experts.max(1))
     }
 
-    /// `ids` I32 and `weights` FP32 `[rows][top]`; `row_pos` I32 `[rows]`.
+    /// `ids` I32 and `weights` FP32 `[rows][top]`, `top` at most 32; `row_pos` I32 `[rows]`.
     #[expect(clippy::too_many_arguments, reason = "positions in, picks out")]
     pub fn launch(
         &self,
@@ -63,7 +63,7 @@ impl ZipfRoute {
         let (a, b) = Self::permutation(self.experts, seed);
         let args = Args::new().ptr(ids).ptr(weights).ptr(row_pos).ptr(self.cdf.ptr());
         let args = args.ints(&[rows, top, self.experts, a, b]).ptr(seed).f32(self.repeat);
-        s.launch(&self.kernel, [rows.div_ceil(64) as u32, 1, 1], 64, pdl, &args)
+        s.launch(&self.kernel, [rows.div_ceil(4) as u32, 1, 1], 128, pdl, &args)
     }
 }
 

@@ -42,8 +42,8 @@ impl Backend for Cuda {
         let b = self.vram.take("rounds", 4 * identity.len())?;
         b.write(0, &identity).map_err(fault)?;
         self.identity = Some(b);
-        // What experts leave free is for activations: prompt calls of 8,192 rows of Flash-Next take some 2.5 GiB.
-        let reserve = (self.vram.left()? / 8).clamp(512 << 20, 3 << 30);
+        // What experts leave free is for activations: prompt calls of 8,192 rows of Flash-Next take 3.8 GiB, of 4,096 rows 2.3.
+        let reserve = (self.vram.left()? / 6).clamp(512 << 20, 4 << 30);
         self.tiers.place(&self.vram, &self.stream, reserve)?;
         self.stream.synchronize().map_err(fault)
     }

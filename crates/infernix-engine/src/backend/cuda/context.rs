@@ -17,6 +17,7 @@ use infernix_cuda::kernels::moves::RowCopy;
 use infernix_cuda::kernels::tile::{Packing, Tile, TileFormat};
 use infernix_cuda::kernels::zipf::ZipfRoute;
 use infernix_cuda::{Device, DeviceBuffer};
+use rayon::prelude::*;
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -636,9 +637,12 @@ impl Cuda {
             });
             match values {
                 Ok(v) => {
-                    for (o, v) in own.as_chunks_mut::<2>().0.iter_mut().zip(v.iter()) {
-                        *o = half::bf16::from_f32(*v).to_bits().to_le_bytes();
-                    }
+                    let pieces = own.as_chunks_mut::<2>().0.par_chunks_mut(1 << 16);
+                    pieces.zip(v.par_chunks(1 << 16)).for_each(|(own, v)| {
+                        for (o, v) in own.iter_mut().zip(v) {
+                            *o = half::bf16::from_f32(*v).to_bits().to_le_bytes();
+                        }
+                    });
                 }
                 // Zeros keep the shapes; the lane's results are dropped.
                 Err(e) => {

@@ -68,6 +68,18 @@ impl CudaExperts {
                 spec.name
             )));
         }
+        let blocks = match &data {
+            ExpertData::Bank(p) => matches!(p.format, Format::Ggml(_)),
+            ExpertData::Parents { gate_up, down } => {
+                gate_up.parts.iter().chain(&down.parts).any(|p| matches!(p.format, Format::Ggml(_)))
+            }
+        };
+        if blocks {
+            return Err(EngineError::Unsupported(format!(
+                "{}: experts in blocks of a GGUF file run on the CPU only; use --backend cpu",
+                spec.name
+            )));
+        }
         // The host backend checks shapes and scales.
         let host = CpuExperts::new(spec, data.clone())?;
         let store = match (&data, spec.activation, &spec.input_scales) {

@@ -1,0 +1,110 @@
+//! Throughput of a synthetic model on a CUDA device, without the rest of the program:
+//! `throughput GEOMETRY BUDGET_MIB PROMPT GENERATE REPETITIONS CHUNK [--depth N] [--profile FILE] [--layers N]`.
+//! One JSON document; `infernix bench` measures the same way.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program")]
+
+use infernix_engine::EngineError;
+use infernix_engine::backend::cuda::{Cuda, CudaOptions, Routing};
+use infernix_engine::driver::{Driver, DriverOptions, Want, argmax};
+use infernix_engine::model::{LoadOptions, load};
+use infernix_engine::numerics::round::mix;
+use infernix_engine::synthetic::{Geometry, build};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+fn main() {
+    match run() {
+        Ok(v) => println!("{v:#}"),
+        Err(e) => {
+            eprintln!("{e}");
+            std::process::exit(1);
+        }
+    }
+}
+
+fn run() -> Result<Value, EngineError> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let usage = || EngineError::Request("see the head of this file".into());
+    let number = |i: usize| args.get(i).and_then(|v| v.parse::<usize>().ok()).ok_or_else(usage);
+    let flag = |name: &str| args.iter().position(|a| a == name).and_then(|i| args.get(i + 1));
+    let count = |name: &str| flag(name).and_then(|v| v.parse::<usize>().ok()).unwrap_or(0);
+    let geometry = args.first().and_then(|n| Geometry::find(n)).ok_or_else(usage)?;
+    let geometry =
+        if count("--layers") > 0 { geometry.with_layers(count("--layers") as u64) } else { geometry };
+    let (budget, prompt, generate) = (number(1)?, number(2)?, number(3)?);
+    let (repetitions, chunk, depth) = (number(4)?, number(5)?.max(1), count("--depth"));
+    let profile = flag("--profile");
+
+    let clock = Instant::now();
+    let source = build(&geometry, geometry.format, 42)?;
+    let built = clock.elapsed().as_secs_f64();
+    let routing = Some(Routing { s: 1.2, repeat: 0.0, seed: 42 });
+    let options =
+        CudaOptions { budget: budget << 20, routing, profile: profile.is_some(), ..CudaOptions::default() };
+    let backend = Cuda::new(options)?;
+    let rate = backend.copy_rate()?;
+    let model = load(backend, &source, LoadOptions::default())?;
+    let options = DriverOptions { tokens: depth + prompt + generate + 64, ..DriverOptions::default() };
+    let mut d = Driver::new(model, geometry.ngram()?, options)?;
+    let loaded = clock.elapsed().as_secs_f64();
+    eprintln!("built {built:.1} s, loaded {loaded:.1} s, {:?}", d.model.backend.ledger().lines());
+
+    let vocab = d.model.config.vocab;
+    let ids = |n: usize, seed: u64| -> Vec<u32> {
+        (0..n as u64).map(|i| (mix(seed << 40 ^ i) % vocab) as u32).collect()
+    };
+    let mut s = d.open(0)?;
+    for piece in ids(depth, 9).chunks(chunk) {
+        d.prefill(&mut s, piece, Want::None)?;
+    }
+    let start = d.snapshot(&s)?;
+    let (mut prompts, mut generations, mut counts) = (Vec::new(), Vec::new(), Vec::new());
+    for n in 0..=repetitions {
+        d.restore(&mut s, &start)?;
+        d.model.backend.take_tier_counts();
+        let clock = Instant::now();
+        let text = ids(prompt, n as u64);
+        let mut logits = Vec::new();
+        let pieces = text.chunks(chunk).count();
+        for (i, piece) in text.chunks(chunk).enumerate() {
+            let want = if i + 1 == pieces { Want::Last } else { Want::None };
+            logits = d.prefill(&mut s, piece, want)?.logits;
+        }
+        let prompt_seconds = clock.elapsed().as_secs_f64();
+        let streamed = d.model.backend.take_tier_counts();
+        let mut id = logits.first().map_or(1, |l| argmax(l));
+        let clock = Instant::now();
+        for _ in 0..generate {
+            id = argmax(&d.decode(&mut s, id)?);
+        }
+        let decode_seconds = clock.elapsed().as_secs_f64();
+        let c = d.model.backend.take_tier_counts();
+        // The first run warms up: plans, graphs, frames.
+        if n == 0 && repetitions > 0 {
+            continue;
+        }
+        prompts.push(prompt as f64 / prompt_seconds);
+        generations.push(generate as f64 / decode_seconds);
+        counts.push(json!({
+            "hit_rate": (c.picks > 0).then(|| 1.0 - c.misses as f64 / c.picks as f64),
+            "decode_miss_records": c.miss_records, "promoted": c.promotions, "streamed": streamed.streamed,
+        }));
+    }
+    let b = &d.model.backend;
+    let mut parts = Value::Null;
+    if let (Some(path), Some(p)) = (profile, b.profile()) {
+        let _ = std::fs::write(path, p.trace().to_string());
+        let totals =
+            |decode| -> Value { p.totals(decode).into_iter().map(|(k, v)| (k, json!(v.round()))).collect() };
+        parts = json!({"prompt_round_us": totals(false), "decode_round_us": totals(true)});
+    }
+    let ledger: Value = b.ledger().lines().into_iter().map(|(k, v)| (k, json!(v))).collect();
+    let command: Vec<_> = args.iter().map(|a| a.rsplit('/').next().unwrap_or(a)).collect();
+    Ok(json!({
+        "kind": "throughput", "command": format!("throughput {}", command.join(" ")), "synthetic": true,
+        "device": b.device_name(), "copy_bytes_per_second": rate, "build_seconds": built, "load_seconds": loaded,
+        "memory_mib": ledger, "expert_frames": b.expert_frames().0, "expert_record_bytes": b.expert_frames().1,
+        "prompt": prompt, "generate": generate, "depth": depth, "chunk": chunk,
+        "prompt_tok_s": prompts, "decode_tok_s": generations, "experts": counts, "parts": parts,
+    }))
+}
