@@ -79,6 +79,34 @@ impl Backend for Cuda {
         }
     }
 
+    fn snapshot_bytes(&self, _: &CudaSnapshot) -> u64 {
+        self.state.as_ref().map_or(0, |s| s.snapshot_bytes() as u64)
+    }
+
+    fn save_snapshot(&mut self, snapshot: &CudaSnapshot) -> Result<Vec<u8>, EngineError> {
+        self.state()?.export(&self.stream, snapshot)
+    }
+
+    fn load_snapshot(&mut self, bytes: &[u8]) -> Result<CudaSnapshot, EngineError> {
+        let (vram, stream) = (&self.vram, &self.stream);
+        match &mut self.state {
+            Some(s) => s.import(vram, stream, bytes),
+            None => Err(EngineError::Round("a state before allocate".into())),
+        }
+    }
+
+    fn page_bytes(&self) -> u64 {
+        self.state.as_ref().map_or(0, |s| s.page_bytes() as u64)
+    }
+
+    fn save_page(&mut self, page: u32) -> Result<Vec<u8>, EngineError> {
+        self.state()?.export_page(&self.stream, page)
+    }
+
+    fn load_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), EngineError> {
+        self.state()?.import_page(&self.stream, page, bytes)
+    }
+
     fn copy_page(&mut self, from: u32, to: u32) {
         self.guard(|c| c.state()?.copy_page(&c.stream, from, to));
     }

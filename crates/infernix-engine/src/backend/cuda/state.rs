@@ -162,6 +162,95 @@ impl DeviceState {
         })
     }
 
+    /// Bytes of a snapshot.
+    pub(super) fn snapshot_bytes(&self) -> usize {
+        self.half_bytes + self.ring_bytes
+    }
+
+    /// A snapshot's words.
+    pub(super) fn export(
+        &self,
+        stream: &infernix_cuda::driver::Stream,
+        snapshot: &CudaSnapshot,
+    ) -> Result<Vec<u8>, EngineError> {
+        match &snapshot.0.memory {
+            Some(m) => stream.read(m.ptr(), self.snapshot_bytes()).map_err(fault),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// A snapshot from its words.
+    pub(super) fn import(
+        &mut self,
+        vram: &Vram,
+        stream: &infernix_cuda::driver::Stream,
+        bytes: &[u8],
+    ) -> Result<CudaSnapshot, EngineError> {
+        if bytes.len() != self.snapshot_bytes() {
+            return Err(EngineError::Unsupported(format!(
+                "a saved state of {} bytes, this model's have {}",
+                bytes.len(),
+                self.snapshot_bytes()
+            )));
+        }
+        let memory = self.snapshot_memory(vram)?;
+        stream.write(memory.ptr(), bytes).map_err(fault)?;
+        Ok(CudaSnapshot(Arc::new(Saved { memory: Some(memory), spare: self.spare.clone() })))
+    }
+
+    fn snapshot_memory(&self, vram: &Vram) -> Result<DeviceBuffer, EngineError> {
+        let spare = self.spare.lock().unwrap_or_else(|e| e.into_inner()).pop();
+        match spare {
+            Some(m) => Ok(m),
+            None => vram.alloc("snapshots", self.snapshot_bytes()),
+        }
+    }
+
+    fn paged(&self) -> impl Iterator<Item = &DeviceBuffer> {
+        self.kv.iter().flat_map(|(k, v)| [k, v]).chain(self.pooled.iter().flatten())
+    }
+
+    /// Bytes of a page over all layers.
+    pub(super) fn page_bytes(&self) -> usize {
+        self.paged().map(|b| b.len() / self.layout.pages.max(1)).sum()
+    }
+
+    /// A page's words, layer by layer.
+    pub(super) fn export_page(
+        &self,
+        stream: &infernix_cuda::driver::Stream,
+        page: u32,
+    ) -> Result<Vec<u8>, EngineError> {
+        let mut all = Vec::with_capacity(self.page_bytes());
+        for b in self.paged() {
+            let bytes = b.len() / self.layout.pages;
+            all.extend(stream.read::<u8>(b.at(page as usize * bytes), bytes).map_err(fault)?);
+        }
+        Ok(all)
+    }
+
+    /// Overwrites a page with saved words.
+    pub(super) fn import_page(
+        &self,
+        stream: &infernix_cuda::driver::Stream,
+        page: u32,
+        words: &[u8],
+    ) -> Result<(), EngineError> {
+        if words.len() != self.page_bytes() {
+            let (have, want) = (words.len(), self.page_bytes());
+            return Err(EngineError::Unsupported(format!(
+                "a saved page of {have} bytes, this model's have {want}"
+            )));
+        }
+        let mut at = 0;
+        for b in self.paged() {
+            let bytes = b.len() / self.layout.pages;
+            stream.write(b.at(page as usize * bytes), &words[at..at + bytes]).map_err(fault)?;
+            at += bytes;
+        }
+        Ok(())
+    }
+
     fn current(&self, slot: usize) -> u64 {
         self.halves.at((2 * slot + self.half[slot]) * self.half_bytes)
     }
@@ -185,11 +274,7 @@ impl DeviceState {
         stream: &infernix_cuda::driver::Stream,
         slot: usize,
     ) -> Result<CudaSnapshot, EngineError> {
-        let spare = self.spare.lock().unwrap_or_else(|e| e.into_inner()).pop();
-        let memory = match spare {
-            Some(m) => m,
-            None => vram.alloc("snapshots", self.half_bytes + self.ring_bytes)?,
-        };
+        let memory = self.snapshot_memory(vram)?;
         stream.copy(memory.ptr(), self.current(slot), self.half_bytes).map_err(fault)?;
         stream.copy(memory.at(self.half_bytes), self.ring_of(slot), self.ring_bytes).map_err(fault)?;
         Ok(CudaSnapshot(Arc::new(Saved { memory: Some(memory), spare: self.spare.clone() })))
@@ -214,8 +299,7 @@ impl DeviceState {
         to: u32,
     ) -> Result<(), EngineError> {
         let pages = self.layout.pages;
-        let all = self.kv.iter().flat_map(|(k, v)| [k, v]).chain(self.pooled.iter().flatten());
-        for b in all {
+        for b in self.paged() {
             let bytes = b.len() / pages;
             stream.copy(b.at(to as usize * bytes), b.at(from as usize * bytes), bytes).map_err(fault)?;
         }
