@@ -57,7 +57,7 @@ fn run() -> Result<Value, EngineError> {
     for piece in ids(depth, 9).chunks(chunk) {
         d.prefill(&mut s, piece, Want::None)?;
     }
-    let start = d.snapshot(&s)?;
+    let start = d.snapshot(&mut s)?;
     let (mut prompts, mut generations, mut counts) = (Vec::new(), Vec::new(), Vec::new());
     for n in 0..=repetitions {
         d.restore(&mut s, &start)?;

@@ -27,7 +27,8 @@ fn driver<B: Backend>(a: &Arc<Artifact>, backend: B) -> Driver<B> {
 fn driver_with<B: Backend>(a: &Arc<Artifact>, backend: B, activations: ActivationPolicy) -> Driver<B> {
     let source = ArtifactSource::new(a.clone()).unwrap();
     let drafter = source.has_component(Component::Mtp);
-    let model = load(backend, &source, LoadOptions { drafter, activations }).unwrap();
+    let model =
+        load(backend, &source, LoadOptions { drafter, activations, ..LoadOptions::default() }).unwrap();
     let ngram = open_ngram(a, None, NgramOptions { threads: 2, cache_bytes: 1 << 20 }).unwrap();
     let options = DriverOptions { tokens: 4096, sequences: 3, kv: KvFormat::Bf16 };
     Driver::new(model, ngram.map(|n| n.0), options).unwrap()
@@ -187,7 +188,7 @@ fn a_model_runs_on_the_device_as_on_the_processor() {
         for id in &text[from..50] {
             d.decode(&mut s, *id).unwrap();
         }
-        let snapshot = d.snapshot(&s).unwrap();
+        let snapshot = d.snapshot(&mut s).unwrap();
         for id in ids(d.model.config.vocab, 9, 77) {
             d.decode(&mut s, id).unwrap();
         }

@@ -16,6 +16,7 @@ use infernix_cuda::kernels::rows::RowOps;
 use infernix_cuda::kernels::select::IndexSelect;
 use infernix_cuda::kernels::tile::{Sort, Tile, TileFormat};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::hash::Hash;
 use std::sync::Arc;
 
@@ -43,16 +44,11 @@ pub(super) struct Plans {
     w4a4: HashMap<Key3, W4a4>,
 }
 
-fn once<K: Eq + Hash + Copy, V>(
-    map: &mut HashMap<K, V>,
-    key: K,
-    make: impl FnOnce() -> Result<V>,
-) -> Result<&V> {
-    if !map.contains_key(&key) {
-        let v = make()?;
-        map.insert(key, v);
-    }
-    Ok(&map[&key])
+fn once<K: Eq + Hash, V>(map: &mut HashMap<K, V>, key: K, make: impl FnOnce() -> Result<V>) -> Result<&V> {
+    Ok(match map.entry(key) {
+        Entry::Occupied(o) => o.into_mut(),
+        Entry::Vacant(v) => v.insert(make()?),
+    })
 }
 
 impl Plans {
