@@ -1,0 +1,170 @@
+//! `infernix serve` with the bundled model, as a user starts it.
+
+mod common;
+
+use common::{demo, finish, infernix, program, scratch};
+use serde_json::{Value, json};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// A started server.
+struct Served {
+    child: Child,
+    address: String,
+    /// What it said before it was ready.
+    said: String,
+}
+
+impl Served {
+    fn new(cache: &Path, args: &[&str]) -> Self {
+        let mut child = program()
+            .env("INFERNIX_CACHE", cache)
+            .env_remove("INFERNIX_API_KEY")
+            .args(["--progress", "none", "serve", "--port", "0"])
+            .args(args)
+            .arg(demo())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("starts");
+        let mut lines = BufReader::new(child.stderr.take().expect("piped"));
+        let mut said = String::new();
+        let address = loop {
+            let mut line = String::new();
+            assert!(lines.read_line(&mut line).expect("readable") > 0, "it ended: {said}");
+            if let Some((_, address)) = line.trim().rsplit_once(" at http://") {
+                break address.to_owned();
+            }
+            said += &line;
+        };
+        // Nobody waits for the rest, but a full pipe would stop the server.
+        std::thread::spawn(move || std::io::copy(&mut lines, &mut std::io::sink()));
+        Self { child, address, said }
+    }
+
+    fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> (u16, String) {
+        let mut stream = TcpStream::connect(&self.address).expect("connects");
+        stream.set_read_timeout(Some(Duration::from_secs(120))).expect("a timeout");
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\ncontent-type: application/json\r\n{headers}content-length: {}\r\n\r\n",
+            self.address,
+            body.len()
+        );
+        stream.write_all(format!("{head}{body}").as_bytes()).expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        let status = answer.split(' ').nth(1).and_then(|s| s.parse().ok()).expect("a status");
+        (status, answer.split_once("\r\n\r\n").expect("a body").1.to_owned())
+    }
+
+    fn post(&self, path: &str, body: &Value) -> Value {
+        let (status, answer) = self.send("POST", path, "", &body.to_string());
+        assert_eq!(status, 200, "{answer}");
+        serde_json::from_str(&answer).expect("JSON")
+    }
+
+    /// SIGTERM, and how it ends.
+    fn terminate(mut self) -> i32 {
+        let id = self.child.id().to_string();
+        assert!(Command::new("kill").arg(id).status().expect("kill is there").success());
+        self.child.wait().expect("ends").code().unwrap_or(-1)
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn the_server_answers_as_the_command_does_and_stops_when_told() {
+    let cache = scratch();
+    let log = cache.path().join("log.jsonl");
+    let log_flag = format!("--request-log-jsonl={}", log.display());
+    let served = Served::new(cache.path(), &["--max-concurrency", "2", &log_flag]);
+    for words in ["weights", "--prefix-cache-mib", "together, at most", "coding agents want"] {
+        assert!(served.said.contains(words), "{words} in {}", served.said);
+    }
+    // Long enough for the prefix cache, which keeps blocks of 64 tokens.
+    let question = format!("{}Name one colour.", "The colours are red, green and blue. ".repeat(14));
+    let question = question.as_str();
+    let run = finish(
+        program()
+            .env("INFERNIX_CACHE", cache.path())
+            .args(["run", "--json", "--greedy", "--no-thinking", "-m", "24", "-p", question])
+            .arg(demo()),
+    )
+    .ok()
+    .json();
+    let asked = json!({
+        "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 24,
+        "presence_penalty": 0, "enable_thinking": false,
+    });
+    // The second time the prompt comes out of the cache: the same is said.
+    for round in 0..2 {
+        let answer = served.post("/v1/chat/completions", &asked);
+        assert_eq!(answer["choices"][0]["message"]["content"], run["content"]);
+        assert_eq!(
+            answer["usage"]["completion_tokens"].as_u64(),
+            run["ids"].as_array().map(|i| i.len() as u64)
+        );
+        let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
+        assert_eq!(cached > Some(0), round > 0, "{answer}");
+    }
+    let scored = served.post(
+        "/v1/completions",
+        &json!({"prompt": "The sky is blue.", "echo": true, "logprobs": 1, "max_tokens": 0}),
+    );
+    let scores = scored["choices"][0]["logprobs"]["token_logprobs"].as_array().expect("scores").clone();
+    assert!(scores.len() > 2 && scores[0].is_null() && scores[1..].iter().all(|s| s.as_f64() <= Some(0.0)));
+    let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false});
+    let held = served.post(
+        "/v1/chat/completions",
+        &json!({
+            "messages": [{"role": "user", "content": "JSON"}], "enable_thinking": false, "max_tokens": 64, "seed": 1,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        }),
+    );
+    let content = held["choices"][0]["message"]["content"].as_str().expect("content");
+    let value: Value = serde_json::from_str(content).expect("JSON by force");
+    assert!(value["a"].is_i64() || value["a"].is_u64());
+    let (status, long) = served.send(
+        "POST",
+        "/v1/messages",
+        "",
+        &json!({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "word ".repeat(9000)}]}).to_string(),
+    );
+    assert!(status == 400 && long.contains("prompt is too long: "), "{long}");
+    let (status, metrics) = served.send("GET", "/metrics", "", "");
+    assert!(status == 200 && metrics.contains("infernix_requests_total{route=\"chat\",outcome=\"done\"} 3"));
+    assert_eq!(served.terminate(), 0);
+    let log = std::fs::read_to_string(log).expect("a log");
+    assert!(log.lines().last().is_some_and(|l| l.contains("server_stop")), "{log}");
+    assert!(!log.contains("colour"));
+}
+
+#[test]
+fn keys_come_from_a_file_and_are_needed_beyond_this_machine() {
+    let folder = scratch();
+    infernix(["serve", "--host", "0.0.0.0", "--port", "0"]).fails(2, &["--allow-no-auth", "--api-key-file"]);
+    infernix(["serve", "--max-context", "999999999", "--port", "0"]).fails(2, &["--max-context"]);
+    let keys = folder.path().join("keys");
+    std::fs::write(&keys, "# keys\nann k-1\nk-2\n").expect("written");
+    let config = folder.path().join("serve.toml");
+    std::fs::write(
+        &config,
+        format!("api-key-file = {:?}\nmodel-id = \"house\"\n", keys.display().to_string()),
+    )
+    .expect("written");
+    let served = Served::new(folder.path(), &["--config", config.to_str().expect("UTF-8")]);
+    assert!(served.said.contains("can be read by other users"), "{}", served.said);
+    assert_eq!(served.send("GET", "/v1/models", "", "").0, 401);
+    let (status, models) = served.send("GET", "/v1/models", "authorization: Bearer k-2\r\n", "");
+    assert!(status == 200 && models.contains("\"id\":\"house\""), "{models}");
+    std::fs::write(&config, "colour = 1\n").expect("written");
+    infernix(["serve", "--config", config.to_str().expect("UTF-8")]).fails(2, &["colour", "serve.toml"]);
+}
