@@ -85,7 +85,8 @@ impl<R: Runner> Scheduler<R> {
                 let j = &self.jobs[*i];
                 // The round itself gives one token, so more than the room but one is never needed.
                 let most = (j.room(context) - 1).min(j.request.draft_tokens.unwrap_or(usize::MAX));
-                let copy = j.copies.as_ref().map_or(0, |c| c.propose(most.min(MAX_COPY)).len());
+                let longest = self.options.spec.ngram_tokens.unwrap_or(MAX_COPY).min(most);
+                let copy = j.copies.as_ref().map_or(0, |c| c.propose(longest).len());
                 Ask { standing: &j.standing, chain: if drafts { most.min(MAX_CHAIN) } else { 0 }, copy }
             })
             .collect();
