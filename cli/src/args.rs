@@ -8,6 +8,12 @@ pub(crate) use serve::{LoopGuard, ServeArgs};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
+mod load;
+
+pub(crate) use load::{
+    BenchContextArgs, BenchMode, BenchServeArgs, DatasetKind, Ramp, ReplayArgs, Route, ServerArgs,
+};
+
 /// Convert, verify, measure and serve Qwen hybrid models on one GPU or a CPU.
 #[derive(Debug, Parser)]
 #[command(name = "infernix", version, max_term_width = 100, propagate_version = true)]
@@ -60,10 +66,12 @@ pub(crate) enum Command {
     Serve(Box<ServeArgs>),
     /// Write a model's logits over given token ids, for comparing engines
     Logits(LogitsArgs),
-    /// Measure prompt and generation throughput in process
+    /// Measure prompt and generation throughput in process, or the speed of a server
     Bench(BenchArgs),
     /// Predict hit rates and speeds of a machine from recorded or made-up traffic
     Plan(PlanArgs),
+    /// Play an agent workload against one or several servers and compare them
+    Replay(Box<ReplayArgs>),
     /// Convert and verify the bundled model, then let it answer a prompt
     Demo(DemoArgs),
     /// Report what this machine can run
@@ -475,7 +483,10 @@ pub(crate) enum Boundaries {
 }
 
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) mode: Option<BenchMode>,
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     /// Measure random weights of this geometry, built in memory, instead of a model; an unknown name lists them

@@ -3,6 +3,7 @@
 
 mod clients;
 mod copy_ratio;
+mod corpus;
 mod generate;
 mod synth;
 
@@ -10,7 +11,8 @@ const USAGE: &str = "\
 usage: cargo xtask synth OUT [OPTIONS]        writes a synthetic checkpoint (`synth --help`)
        cargo xtask gen [--check]              writes docs/cli.md and docs/recipe-list.md, or says if they differ
        cargo xtask copy-ratio PROGRAM CHECKPOINT SCRATCH   compares a conversion with a copy (`copy-ratio --help`)
-       cargo xtask clients [--short]          drives real clients against the server (`clients --help`)";
+       cargo xtask clients [--short]          drives real clients against the server (`clients --help`)
+       cargo xtask corpus NAME                freezes a snapshot of the repository for replays";
 
 fn main() -> std::process::ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -19,6 +21,7 @@ fn main() -> std::process::ExitCode {
         Some("gen") => generate::run(&args[1..]),
         Some("copy-ratio") => copy_ratio::run(&args[1..]),
         Some("clients") => clients::run(&args[1..]),
+        Some("corpus") => corpus::run(&args[1..]),
         Some("--help" | "-h") => {
             println!("{USAGE}");
             return std::process::ExitCode::SUCCESS;

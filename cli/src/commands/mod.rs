@@ -1,7 +1,7 @@
 //! One file per verb.
 
 use crate::Outcome;
-use crate::args::{Cli, Command};
+use crate::args::{BenchMode, Cli, Command};
 
 mod bench;
 mod convert;
@@ -11,10 +11,12 @@ mod engine;
 mod files;
 mod generate;
 mod inspect;
+mod load;
 mod logits;
 mod model;
 mod plan;
 mod recipes;
+mod replay;
 mod run;
 mod serve;
 mod verify;
@@ -31,7 +33,12 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
         Command::Card(args) => files::write_card(&args),
         Command::Run(args) => run::run(&args, progress),
         Command::Serve(args) => serve::run(&args, progress),
-        Command::Bench(args) => bench::run(&args, progress),
+        Command::Bench(args) => match &args.mode {
+            None => bench::run(&args, progress),
+            Some(BenchMode::Serve(args)) => load::serve(args),
+            Some(BenchMode::Context(args)) => load::context(args),
+        },
+        Command::Replay(args) => replay::run(&args),
         Command::Logits(args) => logits::run(&args, progress),
         Command::Plan(args) => plan::run(&args, progress),
         Command::Demo(args) => demo::run(&args, progress),

@@ -81,6 +81,12 @@ pub enum MeasureError {
         /// How to go on.
         advice: &'static str,
     },
+    /// A server that cannot be measured.
+    #[error("{0}")]
+    Server(String),
+    /// Stopped by the user; nothing is kept.
+    #[error("interrupted")]
+    Stopped,
     /// The engine failed.
     #[error(transparent)]
     Engine(#[from] EngineError),

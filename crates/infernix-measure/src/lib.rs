@@ -6,14 +6,17 @@
 
 pub mod bench;
 pub mod bootstrap;
+pub mod client;
 mod compare;
 pub mod corpus;
 mod error;
 mod files;
 mod kld;
 pub mod llama;
+pub mod load;
 mod ppl;
 pub mod reference;
+pub mod replay;
 mod report;
 pub mod row;
 mod source;

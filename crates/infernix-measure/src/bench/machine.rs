@@ -31,6 +31,17 @@ impl Machine {
             system: format!("{} {}", std::env::consts::OS, release.trim()).trim().to_owned(),
         }
     }
+
+    /// The object `machine` of reports.
+    pub fn to_json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "cpu": self.cpu,
+            "cores": self.cores,
+            "features": self.features,
+            "memory_bytes": self.memory,
+            "system": self.system,
+        })
+    }
 }
 
 /// Bytes of memory that could be taken without swapping; 0 where unknown.

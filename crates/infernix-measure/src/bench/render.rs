@@ -254,19 +254,14 @@ pub fn document(s: &Subject, settings: Settings, tests: &[Measured], breakdowns:
             json!({ "test": b.test, "seconds": b.seconds, "operations": operations })
         })
         .collect();
+    let mut machine = s.machine.to_json();
+    machine["read_bytes_per_s"] = json!(limit);
     json!({
         "schema_version": SCHEMA_VERSION,
         "kind": "infernix_bench",
         "command": s.command,
         "version": env!("CARGO_PKG_VERSION"),
-        "machine": {
-            "cpu": s.machine.cpu,
-            "cores": s.machine.cores,
-            "features": s.machine.features,
-            "memory_bytes": s.machine.memory,
-            "system": s.machine.system,
-            "read_bytes_per_s": limit,
-        },
+        "machine": machine,
         "model": {
             "name": s.model,
             "type": s.model_type,

@@ -1,0 +1,218 @@
+//! Flags of `bench serve`, `bench context` and `replay`.
+
+use super::{JsonArgs, PathBuf};
+use clap::{Args, Subcommand, ValueEnum};
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchMode {
+    /// Load an OpenAI-compatible server and report as vLLM's benchmark does
+    Serve(Box<BenchServeArgs>),
+    /// Measure first token and decode rate of a server at several prompt lengths, one request at a time
+    Context(BenchContextArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ServerArgs {
+    /// Address of the server, with or without /v1
+    #[arg(long, value_name = "URL")]
+    pub(crate) url: String,
+    /// Name of the model [default: the first that the server lists]
+    #[arg(long = "model", value_name = "NAME")]
+    pub(crate) model_name: Option<String>,
+    /// File with the server's API key [default: $INFERNIX_API_KEY]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_key_file: Option<PathBuf>,
+    /// Limit of one request
+    #[arg(long, value_name = "SECONDS", default_value_t = 1200)]
+    pub(crate) timeout: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DatasetKind {
+    /// Independent prompts of random words
+    Random,
+    /// Prompts that share their beginning within a group
+    SharedPrefix,
+    /// A file in ShareGPT's format (--dataset-path)
+    Sharegpt,
+    /// A recorded trace with its times (--dataset-path)
+    Trace,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Route {
+    /// /v1/chat/completions
+    Chat,
+    /// /v1/completions
+    Completions,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Ramp {
+    /// The rate grows by the same amount from request to request
+    Linear,
+    /// By the same factor
+    Exponential,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchServeArgs {
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+    /// Route of the requests
+    #[arg(long, value_enum, default_value_t = Route::Chat)]
+    pub(crate) endpoint: Route,
+    /// Prompts
+    #[arg(long, value_enum, default_value_t = DatasetKind::Random, alias = "dataset")]
+    pub(crate) dataset_name: DatasetKind,
+    /// File of a sharegpt or trace dataset
+    #[arg(long, value_name = "FILE")]
+    pub(crate) dataset_path: Option<PathBuf>,
+    /// Requests
+    #[arg(long, value_name = "N", default_value_t = 1000)]
+    pub(crate) num_prompts: usize,
+    /// Prompt tokens of a random dataset
+    #[arg(long, value_name = "N", default_value_t = 1024, alias = "random-input-len")]
+    pub(crate) input_len: usize,
+    /// Tokens to answer [default: 128, or the length a file states]
+    #[arg(long, value_name = "N", alias = "random-output-len")]
+    pub(crate) output_len: Option<usize>,
+    /// Lengths of a random dataset are uniform within this share around both
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, alias = "random-range-ratio")]
+    pub(crate) range_ratio: f64,
+    /// Groups of a shared-prefix dataset
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub(crate) num_prefixes: usize,
+    /// Tokens that a group shares
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub(crate) prefix_len: usize,
+    /// Tokens of its own that each prompt of a group has
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub(crate) suffix_len: usize,
+    /// Requests a second, or inf for all at once
+    #[arg(long, value_name = "RATE", default_value_t = f64::INFINITY)]
+    pub(crate) request_rate: f64,
+    /// Shape of the gaps between arrivals: 1 is Poisson, less is burstier
+    #[arg(long, value_name = "SHAPE", default_value_t = 1.0)]
+    pub(crate) burstiness: f64,
+    /// Let the rate grow over the run, from --ramp-up-start-rps to --ramp-up-end-rps
+    #[arg(long, value_enum, requires = "ramp_up_start_rps", requires = "ramp_up_end_rps")]
+    pub(crate) ramp_up_strategy: Option<Ramp>,
+    /// First rate of a ramp
+    #[arg(long, value_name = "RATE")]
+    pub(crate) ramp_up_start_rps: Option<f64>,
+    /// Last rate of a ramp
+    #[arg(long, value_name = "RATE")]
+    pub(crate) ramp_up_end_rps: Option<f64>,
+    /// Most requests in flight
+    #[arg(long, value_name = "N")]
+    pub(crate) max_concurrency: Option<usize>,
+    /// Uncounted requests before
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) num_warmups: usize,
+    /// Percentiles to report
+    #[arg(long, value_name = "P", value_delimiter = ',', default_value = "50,90,99")]
+    pub(crate) metric_percentiles: Vec<f64>,
+    /// Limits that a good request keeps, in milliseconds: ttft:MS, tpot:MS, e2el:MS
+    #[arg(long, value_name = "METRIC:MS", num_args = 1..)]
+    pub(crate) goodput: Vec<String>,
+    /// Ask the server not to stop before the length asked for
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+    /// Softmax temperature
+    #[arg(long, value_name = "T")]
+    pub(crate) temperature: Option<f64>,
+    /// JSON object merged into each request
+    #[arg(long, value_name = "JSON")]
+    pub(crate) extra_body: Option<String>,
+    /// Facts to keep with the result (repeatable)
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub(crate) metadata: Vec<String>,
+    /// Of prompts and arrivals
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Write the JSON document to this file as well
+    #[arg(long, short, value_name = "FILE", alias = "result-filename")]
+    pub(crate) output: Option<PathBuf>,
+    /// Keep lengths, times and causes of each request in the JSON document
+    #[arg(long)]
+    pub(crate) save_detailed: bool,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchContextArgs {
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+    /// Prompt lengths, each with its number of prompts
+    #[arg(
+        long,
+        value_name = "TOKENS:PROMPTS",
+        value_delimiter = ',',
+        default_value = "8192:3,131072:2,250000:2"
+    )]
+    pub(crate) lengths: Vec<String>,
+    /// Tokens to answer
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    pub(crate) output_len: usize,
+    /// Of the prompts; another seed finds no cache of this one
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// The scenario: agentic_ab, or a recorded plan (a JSON file)
+    #[arg(default_value = "agentic_ab", value_name = "SCENARIO|FILE")]
+    pub(crate) scenario: String,
+    /// Model to serve when no arms are given, as for `serve`
+    #[arg(long, value_name = "MODEL")]
+    pub(crate) model: Option<PathBuf>,
+    /// Engines to compare: NAME=URL, or NAME=COMMAND with {port} where the server's port goes; the first one is compared with each other
+    #[arg(long, value_name = "NAME=URL|COMMAND", num_args = 1..)]
+    pub(crate) arms: Vec<String>,
+    /// Seeds: 42 and up
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seed_list")]
+    pub(crate) seeds: u64,
+    /// Seeds, explicitly
+    #[arg(long, value_name = "SEED", value_delimiter = ',')]
+    pub(crate) seed_list: Vec<u64>,
+    /// Share of the scenario's turns
+    #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
+    pub(crate) scale: f64,
+    /// Context that all lengths are scaled to [default: the server's limit, at most 262144]
+    #[arg(long, visible_alias = "ctx", value_name = "N")]
+    pub(crate) context: Option<usize>,
+    /// Repository that observations are cut from [default: a frozen snapshot of this project's own]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) corpus: Option<PathBuf>,
+    /// Play the first arm again after the others, to see drift
+    #[arg(long)]
+    pub(crate) aba: bool,
+    /// Folder for plans, rows, server output and reports
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) out: Option<PathBuf>,
+    /// Most resident memory of a server started here; it is ended above it
+    #[arg(long, value_name = "MIB")]
+    pub(crate) ram_budget_mib: Option<u64>,
+    /// Most GPU memory in use while a server started here runs
+    #[arg(long, value_name = "MIB")]
+    pub(crate) vram_budget_mib: Option<u64>,
+    /// How long a server may take to load
+    #[arg(long, value_name = "SECONDS", default_value_t = 900)]
+    pub(crate) load_timeout: u64,
+    /// Limit of one request
+    #[arg(long, value_name = "SECONDS", default_value_t = 1200)]
+    pub(crate) timeout: u64,
+    /// File with the servers' API key [default: $INFERNIX_API_KEY]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_key_file: Option<PathBuf>,
+    /// Print the plan's size and hash and send nothing
+    #[arg(long, short = 'n')]
+    pub(crate) dry_run: bool,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}

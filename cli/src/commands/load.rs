@@ -1,0 +1,227 @@
+//! `infernix bench serve` and `bench context`: load on a server.
+
+use crate::args::{BenchContextArgs, BenchServeArgs, DatasetKind, Ramp, Route, ServerArgs};
+use crate::output::{self, usage};
+use crate::{INTERRUPTED, Outcome};
+use anyhow::Context as _;
+use infernix_measure::bench::machine::{Machine, now, utc};
+use infernix_measure::client::{Endpoint, Exchange};
+use infernix_measure::load::context::{self, Length};
+use infernix_measure::load::{self, Calibration, Dataset, Goal, Load, Rate, SpecCounters, Summary};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// A key from a file, or from the environment; never from the command line, which other users can read.
+pub(crate) fn api_key(file: Option<&Path>) -> anyhow::Result<Option<String>> {
+    let text = match file {
+        Some(f) => {
+            Some(std::fs::read_to_string(f).with_context(|| format!("{}: reading the key", f.display()))?)
+        }
+        None => std::env::var("INFERNIX_API_KEY").ok(),
+    };
+    Ok(text.map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()))
+}
+
+fn connect(args: &ServerArgs) -> anyhow::Result<Endpoint> {
+    Ok(Endpoint::connect(&args.url, api_key(args.api_key_file.as_deref())?, args.model_name.clone())?)
+}
+
+pub(crate) fn serve(args: &BenchServeArgs) -> anyhow::Result<Outcome> {
+    let load = plan(args)?;
+    let dataset = dataset(args)?;
+    let goals = args.goodput.iter().map(|g| goal(g)).collect::<anyhow::Result<Vec<_>>>()?;
+    let endpoint = connect(&args.server)?;
+    let none = Calibration { overhead: 0.0, per_word: 1.0 };
+    let calibration = if dataset.needs_calibration() {
+        Calibration::measure(&endpoint, &load.path, args.seed)?
+    } else {
+        none
+    };
+    let items = dataset.items(args.num_prompts, calibration, args.seed)?;
+    let counters = SpecCounters::read(&endpoint);
+    let started = now();
+    let done = AtomicUsize::new(0);
+    let total = items.len();
+    let progress = |x: &Exchange| {
+        let n = done.fetch_add(1, Ordering::Relaxed) + 1;
+        if let Some(f) = &x.failure {
+            output::warn(&format!("request failed: {f}"));
+        }
+        // Ten lines are enough for any run.
+        if n % total.div_ceil(10) == 0 || n == total {
+            output::note(&format!("{n} of {total} requests done"));
+        }
+    };
+    let exchanges = load::run(&endpoint, &load, &items, &INTERRUPTED, &progress)?;
+    let summary = Summary::of(&exchanges, &goals, &args.metric_percentiles);
+    let mut doc = json!({
+        "schema_version": 1,
+        "command": "bench serve",
+        "date": utc(started),
+        "backend": "openai",
+        "url": endpoint.base(),
+        "endpoint": load.path,
+        "model_id": endpoint.model(),
+        "num_prompts": items.len(),
+        "request_rate": if args.request_rate.is_finite() { json!(args.request_rate) } else { json!("inf") },
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        "seed": args.seed,
+        "machine": Machine::this().to_json(),
+    });
+    for (key, value) in summary.to_json() {
+        doc[key] = value;
+    }
+    if let (Some(before), Some(after)) = (counters, SpecCounters::read(&endpoint)) {
+        for (key, value) in after.since(before) {
+            doc[key] = value;
+        }
+    }
+    for pair in &args.metadata {
+        let (key, value) =
+            pair.split_once('=').ok_or_else(|| usage(format!("--metadata takes KEY=VALUE, not {pair:?}")))?;
+        if doc.get(key).is_some() {
+            return Err(usage(format!("--metadata {key}: the result has this key already")));
+        }
+        doc[key] = json!(value);
+    }
+    if args.save_detailed {
+        detail(&exchanges, &mut doc);
+    }
+    if let Some(file) = &args.output {
+        std::fs::write(file, format!("{doc:#}\n"))
+            .with_context(|| format!("{}: writing the result", file.display()))?;
+    }
+    if args.json.json {
+        output::print_json(&doc)?;
+    } else {
+        output::print(&summary.to_text())?;
+    }
+    Ok(if summary.failed() > 0 { Outcome::Mismatch } else { Outcome::Done })
+}
+
+/// vLLM's arrays, one entry a request.
+fn detail(exchanges: &[Exchange], doc: &mut Value) {
+    let first = exchanges.iter().map(|x| x.sent).min();
+    let list = |f: &dyn Fn(&Exchange) -> Value| exchanges.iter().map(f).collect::<Value>();
+    doc["input_lens"] = list(&|x| json!(x.answer.usage.map_or(0, |u| u.prompt)));
+    doc["output_lens"] = list(&|x| json!(x.output_tokens()));
+    doc["ttfts"] = list(&|x| json!(x.ttft().map(|t| t.as_secs_f64())));
+    doc["latencies"] = list(&|x| json!(x.latency().as_secs_f64()));
+    doc["itls"] =
+        list(&|x| x.pieces.windows(2).map(|w| json!(w[1].duration_since(w[0]).as_secs_f64())).collect());
+    doc["start_times"] = list(&|x| json!(first.map(|f| x.sent.duration_since(f).as_secs_f64())));
+    doc["errors"] = list(&|x| json!(x.failure.as_ref().map(ToString::to_string)));
+}
+
+fn plan(args: &BenchServeArgs) -> anyhow::Result<Load> {
+    let positive =
+        |name: &str, v: f64| if v > 0.0 { Ok(v) } else { Err(usage(format!("{name} must be above 0"))) };
+    let rate = match (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps) {
+        (Some(ramp), Some(a), Some(b)) => {
+            let (a, b) = (positive("--ramp-up-start-rps", a)?, positive("--ramp-up-end-rps", b)?);
+            if ramp == Ramp::Linear { Rate::Linear(a, b) } else { Rate::Exponential(a, b) }
+        }
+        _ if args.request_rate.is_infinite() => Rate::Unlimited,
+        _ => Rate::Constant(positive("--request-rate", args.request_rate)?),
+    };
+    let mut extra: Value = match &args.extra_body {
+        Some(text) => serde_json::from_str(text).map_err(|e| usage(format!("--extra-body: {e}")))?,
+        None => json!({}),
+    };
+    if !extra.is_object() {
+        return Err(usage("--extra-body takes a JSON object"));
+    }
+    if args.ignore_eos {
+        extra["ignore_eos"] = json!(true);
+    }
+    if let Some(t) = args.temperature {
+        extra["temperature"] = json!(t);
+    }
+    if args.num_prompts == 0 {
+        return Err(usage("--num-prompts must be above 0"));
+    }
+    if !(0.0..1.0).contains(&args.range_ratio) {
+        return Err(usage("--range-ratio must be at least 0 and below 1"));
+    }
+    if args.metric_percentiles.iter().any(|p| !(0.0..=100.0).contains(p)) {
+        return Err(usage("--metric-percentiles must lie between 0 and 100"));
+    }
+    let path = match args.endpoint {
+        Route::Chat => "/v1/chat/completions",
+        Route::Completions => "/v1/completions",
+    };
+    Ok(Load {
+        path: path.into(),
+        requests: args.num_prompts,
+        rate,
+        burstiness: positive("--burstiness", args.burstiness)?,
+        concurrency: args.max_concurrency,
+        warm_up: args.num_warmups,
+        seed: args.seed,
+        extra,
+        timeout: Duration::from_secs(args.server.timeout),
+    })
+}
+
+fn dataset(args: &BenchServeArgs) -> anyhow::Result<Dataset> {
+    let output = args.output_len.unwrap_or(128);
+    let file = || args.dataset_path.clone().ok_or_else(|| usage("this dataset needs --dataset-path FILE"));
+    Ok(match args.dataset_name {
+        DatasetKind::Random => Dataset::Random { input: args.input_len, output, spread: args.range_ratio },
+        DatasetKind::SharedPrefix => Dataset::SharedPrefix {
+            groups: args.num_prefixes.max(1),
+            prefix: args.prefix_len,
+            suffix: args.suffix_len,
+            output,
+        },
+        DatasetKind::Sharegpt => Dataset::ShareGpt { file: file()?, output: args.output_len },
+        DatasetKind::Trace => Dataset::Trace { file: file()? },
+    })
+}
+
+fn goal(text: &str) -> anyhow::Result<Goal> {
+    let wrong = || usage(format!("--goodput takes ttft:MS, tpot:MS or e2el:MS, not {text:?}"));
+    let (metric, limit) = text.split_once(':').ok_or_else(wrong)?;
+    if !["ttft", "tpot", "e2el"].contains(&metric) {
+        return Err(wrong());
+    }
+    Ok(Goal { metric: metric.into(), milliseconds: limit.parse().map_err(|_| wrong())? })
+}
+
+pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
+    let length = |text: &String| {
+        let (tokens, prompts) = text.split_once(':').unwrap_or((text, "1"));
+        match (tokens.parse(), prompts.parse()) {
+            (Ok(tokens), Ok(prompts)) if tokens > 0 && prompts > 0 => Ok(Length { tokens, prompts }),
+            _ => Err(usage(format!("--lengths takes TOKENS:PROMPTS, not {text:?}"))),
+        }
+    };
+    let lengths = args.lengths.iter().map(length).collect::<anyhow::Result<Vec<_>>>()?;
+    let endpoint = connect(&args.server)?;
+    let longest = lengths.iter().map(|l| l.tokens).max().unwrap_or(0) + args.output_len;
+    if let Some(limit) = endpoint.context_limit().filter(|l| longest as u64 > *l) {
+        return Err(usage(format!(
+            "the server holds {limit} tokens, {longest} are asked for; shorten --lengths"
+        )));
+    }
+    let progress = |r: &context::ContextRow| {
+        output::note(&format!(
+            "{} tokens: first token after {:.2} s, then {:.1} tok/s",
+            r.prompt_tokens,
+            r.ttft,
+            r.decode_rate()
+        ));
+    };
+    let timeout = Duration::from_secs(args.server.timeout);
+    let rows =
+        context::run(&endpoint, &lengths, args.output_len, args.seed, timeout, &INTERRUPTED, &progress)?;
+    if args.json.json {
+        output::print_json(&context::to_json(&endpoint, &rows, args.seed))?;
+    } else {
+        output::print(&context::to_markdown(&rows))?;
+    }
+    Ok(Outcome::Done)
+}

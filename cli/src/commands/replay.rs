@@ -1,0 +1,232 @@
+//! `infernix replay`: the agent workload against one or several servers.
+
+use super::load::api_key;
+use crate::args::ReplayArgs;
+use crate::output::{self, usage};
+use crate::{INTERRUPTED, Outcome};
+use anyhow::Context as _;
+use infernix_measure::bench::machine::Machine;
+use infernix_measure::replay::{
+    Arm, Budget, Corpus, FULL_CONTEXT, Plan, PlanOptions, Played, Report, Row, RunOptions, Server, Target,
+    agentic, page, play,
+};
+use serde_json::json;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Least context that the scenario's floors fit into.
+const MIN_CONTEXT: usize = 2048;
+
+pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
+    if !(args.scale > 0.0 && args.scale <= 4.0) {
+        return Err(usage("--scale must lie above 0 and at most at 4"));
+    }
+    let arms = arms(args)?;
+    let key = api_key(args.api_key_file.as_deref())?;
+    let seeds: Vec<u64> = if args.seed_list.is_empty() {
+        (42..42 + args.seeds.max(1)).collect()
+    } else {
+        args.seed_list.clone()
+    };
+    if let Some(out) = &args.out {
+        std::fs::create_dir_all(out).with_context(|| format!("{}: creating the folder", out.display()))?;
+    }
+    let budget = Budget { ram_mib: args.ram_budget_mib, vram_mib: args.vram_budget_mib };
+    let mut context = args.context;
+    let mut plans: Option<Vec<Plan>> = None;
+    if args.dry_run {
+        let plans = make_plans(args, &seeds, context.unwrap_or(FULL_CONTEXT))?;
+        return dry_run(args, &plans);
+    }
+    // All seeds of an arm in one life of its server, arm by arm; the first arm once more for --aba.
+    let mut order: Vec<&Arm> = arms.iter().collect();
+    if args.aba {
+        order.push(&arms[0]);
+    }
+    let mut played = Vec::new();
+    for (i, arm) in order.iter().enumerate() {
+        output::note(&format!("{}: starting", arm.name));
+        let folder = args.out.as_ref().map(|o| o.join(format!("{}-{}", i + 1, file_name(&arm.name))));
+        if let Some(f) = &folder {
+            std::fs::create_dir_all(f).with_context(|| format!("{}: creating the folder", f.display()))?;
+        }
+        let log = folder.as_ref().map(|f| f.join("serve.log"));
+        let patience = Duration::from_secs(args.load_timeout);
+        let server = Server::start(arm, key.clone(), log.as_deref(), budget, patience, &INTERRUPTED)?;
+        let limit = server.endpoint.context_limit().map(|l| usize::try_from(l).unwrap_or(FULL_CONTEXT));
+        // The first server's limit holds for all: every arm gets the same plan.
+        let wanted = *context.get_or_insert(limit.unwrap_or(FULL_CONTEXT).min(FULL_CONTEXT));
+        if let Some(limit) = limit.filter(|l| *l < wanted) {
+            return Err(usage(format!("{} holds {limit} tokens; give --context {limit} or less", arm.name)));
+        }
+        if plans.is_none() {
+            plans = Some(make_plans(args, &seeds, wanted)?);
+        }
+        for plan in plans.iter().flatten() {
+            played.push(play_one(args, arm, &server, plan, folder.as_deref())?);
+        }
+    }
+    let report = Report {
+        command: command_line(),
+        plans: plans.unwrap_or_default(),
+        played,
+        machine: Machine::this(),
+    };
+    finish(args, &report)
+}
+
+fn arms(args: &ReplayArgs) -> anyhow::Result<Vec<Arm>> {
+    if args.arms.is_empty() {
+        let program = std::env::current_exe().context("finding this program")?;
+        let quote = |p: &Path| format!("'{}'", p.display().to_string().replace('\'', "'\\''"));
+        let model = args.model.as_deref().map(quote).unwrap_or_default();
+        let command = format!("exec {} serve {model} --port {{port}}", quote(&program));
+        return Ok(vec![Arm { name: "infernix".into(), target: Target::Command(command) }]);
+    }
+    if args.model.is_some() {
+        return Err(usage("--model is for a replay without --arms; put the model into the arm's command"));
+    }
+    let arms = args.arms.iter().map(|a| Arm::parse(a).map_err(|e| usage(e.to_string())));
+    let arms = arms.collect::<anyhow::Result<Vec<_>>>()?;
+    if let Some(twice) = arms.iter().enumerate().find(|(i, a)| arms[..*i].iter().any(|b| b.name == a.name)) {
+        return Err(usage(format!("two arms are named {}", twice.1.name)));
+    }
+    Ok(arms)
+}
+
+fn make_plans(args: &ReplayArgs, seeds: &[u64], context: usize) -> anyhow::Result<Vec<Plan>> {
+    if args.scenario != "agentic_ab" {
+        let path = PathBuf::from(&args.scenario);
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("{}: no scenario of this name, and no file", path.display()))?;
+        let plan: Plan =
+            serde_json::from_str(&text).with_context(|| format!("{}: no plan", path.display()))?;
+        plan.check().map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))?;
+        return Ok(vec![plan]);
+    }
+    if context < MIN_CONTEXT {
+        return Err(usage(format!("--context {context}: the scenario needs at least {MIN_CONTEXT}")));
+    }
+    let corpus = match &args.corpus {
+        Some(dir) => Corpus::folder(dir)?,
+        None => Corpus::embedded()?,
+    };
+    Ok(seeds.iter().map(|&seed| agentic(&corpus, PlanOptions { seed, scale: args.scale, context })).collect())
+}
+
+fn dry_run(args: &ReplayArgs, plans: &[Plan]) -> anyhow::Result<Outcome> {
+    for plan in plans {
+        if let Some(out) = &args.out {
+            write_plan(&out.join(format!("seed-{}", plan.seed)), plan)?;
+        }
+        let c = plan.counts();
+        if args.json.json {
+            output::print_json(&json!({
+                "schema_version": 1, "dry_run": true, "seed": plan.seed, "plan_hash": plan.hash(), "context": plan.context,
+                "requests": c.requests, "main_continuing": c.main_continuing, "aborted": c.aborted,
+            }))?;
+        } else {
+            output::print(&format!(
+                "seed {}: {} requests ({} aborted besides), {} of them continuing turns of the sessions; context {}; plan {}\n",
+                plan.seed,
+                c.requests,
+                c.aborted,
+                c.main_continuing,
+                plan.context,
+                plan.hash()
+            ))?;
+        }
+    }
+    Ok(Outcome::Done)
+}
+
+fn write_plan(folder: &Path, plan: &Plan) -> anyhow::Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("{}: creating the folder", folder.display()))?;
+    let path = folder.join("plan.json");
+    std::fs::write(&path, serde_json::to_string(plan)?)
+        .with_context(|| format!("{}: writing", path.display()))
+}
+
+fn play_one(
+    args: &ReplayArgs,
+    arm: &Arm,
+    server: &Server,
+    plan: &Plan,
+    folder: Option<&Path>,
+) -> anyhow::Result<Played> {
+    let total = plan.counts().requests + plan.counts().aborted;
+    let done = std::sync::atomic::AtomicUsize::new(0);
+    let progress = |r: &Row| {
+        let n = done.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1;
+        let what = match (r.failure(), r.first) {
+            (Some(f), _) => f.to_string(),
+            (None, Some(first)) => format!("{:.2} s to the first token", first - r.sent),
+            (None, None) => "broken off".into(),
+        };
+        output::note(&format!("{} {n}/{total} {}#{} {}: {what}", arm.name, r.actor, r.index, r.class.name()));
+    };
+    let timeout = Duration::from_secs(args.timeout);
+    let options = RunOptions { timeout, interrupted: &INTERRUPTED, progress: &progress };
+    let run = play(plan, &server.endpoint, options)?;
+    if let Some(folder) = folder {
+        let folder = folder.join(format!("seed-{}", plan.seed));
+        write_plan(&folder, plan)?;
+        let path = folder.join("client.jsonl");
+        let mut lines: Vec<String> = run.rows.iter().map(|r| r.to_json(&arm.name).to_string()).collect();
+        lines.extend(run.notes.iter().map(|n| {
+            json!({ "arm": arm.name, "actor": n.actor, "event": n.event, "messages": n.messages }).to_string()
+        }));
+        let mut file =
+            std::fs::File::create(&path).with_context(|| format!("{}: creating", path.display()))?;
+        file.write_all((lines.join("\n") + "\n").as_bytes())
+            .with_context(|| format!("{}: writing", path.display()))?;
+    }
+    Ok(Played {
+        arm: arm.name.clone(),
+        model: server.endpoint.model().to_owned(),
+        seed: plan.seed,
+        run,
+        peak_ram_mib: server.peak_ram_mib(),
+        peak_vram_mib: server.peak_vram_mib(),
+        exceeded: server.exceeded().map(str::to_owned),
+    })
+}
+
+fn finish(args: &ReplayArgs, report: &Report) -> anyhow::Result<Outcome> {
+    let document = report.to_json();
+    if let Some(out) = &args.out {
+        let files = [
+            ("summary.json", format!("{document:#}\n")),
+            ("report.md", report.to_markdown()),
+            ("report.html", page::html(report)),
+        ];
+        for (name, text) in files {
+            let path = out.join(name);
+            std::fs::write(&path, text).with_context(|| format!("{}: writing", path.display()))?;
+        }
+    }
+    if args.json.json {
+        output::print_json(&document)?;
+    } else {
+        output::print(&report.to_markdown())?;
+    }
+    for reason in report.invalid() {
+        output::error(&format!("the run does not count: {reason}"));
+    }
+    Ok(if report.invalid().is_empty() { Outcome::Done } else { Outcome::Mismatch })
+}
+
+/// What was typed, without the folders of this machine.
+fn command_line() -> String {
+    let bare = |a: String| if a.contains('=') || !a.contains('/') { a } else { file_part(&a) };
+    std::env::args().map(bare).collect::<Vec<_>>().join(" ")
+}
+
+fn file_part(path: &str) -> String {
+    Path::new(path).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn file_name(arm: &str) -> String {
+    arm.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' }).collect()
+}

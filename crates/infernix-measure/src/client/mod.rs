@@ -1,0 +1,253 @@
+//! A client of OpenAI-compatible servers that notes when each piece of an answer arrives. One connection a request,
+//! blocking: the threads of a load generator are few, and its clock must not wait for a runtime.
+
+mod answer;
+pub mod sse;
+
+pub use answer::{Answer, Grammar, ToolCall, Usage};
+
+use crate::error::{MeasureError, Result};
+use serde_json::{Value, json};
+use std::io::{BufReader, Read};
+use std::time::{Duration, Instant};
+
+/// Largest body taken of an answer that is no stream, and of an error.
+const MAX_BODY: u64 = 64 << 20;
+
+/// A server: where it is, what it calls its model.
+#[derive(Clone, Debug)]
+pub struct Endpoint {
+    base: String,
+    key: Option<String>,
+    model: String,
+    agent: ureq::Agent,
+}
+
+/// How a request failed. Counted, never hidden: one failure makes a replay invalid.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// No answer, or a connection that broke.
+    Network(String),
+    /// A status other than 200, with the start of the body.
+    Status(u16, String),
+    /// A stream that is no sequence of chunks of the protocol.
+    Protocol(String),
+    /// Nothing more within the time limit.
+    Timeout,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Failure::Network(e) => write!(f, "network: {e}"),
+            Failure::Status(code, body) => write!(f, "status {code}: {body}"),
+            Failure::Protocol(e) => write!(f, "protocol: {e}"),
+            Failure::Timeout => f.write_str("timed out"),
+        }
+    }
+}
+
+/// One request as the client saw it. Counts come from the server, times from this clock alone.
+#[derive(Clone, Debug)]
+pub struct Exchange {
+    /// Just before the request was sent.
+    pub sent: Instant,
+    /// Arrival of each chunk with text, reasoning or part of a tool call.
+    pub pieces: Vec<Instant>,
+    /// End of the answer, or when it failed.
+    pub done: Instant,
+    /// What was answered so far, also of a request that failed on the way.
+    pub answer: Answer,
+    /// Why there is no more.
+    pub failure: Option<Failure>,
+}
+
+impl Exchange {
+    /// Send to first piece of the answer.
+    pub fn ttft(&self) -> Option<Duration> {
+        self.pieces.first().map(|t| t.duration_since(self.sent))
+    }
+
+    /// Send to end.
+    pub fn latency(&self) -> Duration {
+        self.done.duration_since(self.sent)
+    }
+
+    /// First piece to end.
+    pub fn streaming(&self) -> Option<Duration> {
+        self.pieces.first().map(|t| self.done.duration_since(*t))
+    }
+
+    /// Tokens answered: as the server counts them, else the pieces.
+    pub fn output_tokens(&self) -> u64 {
+        self.answer.usage.map_or(self.pieces.len() as u64, |u| u.completion)
+    }
+}
+
+impl Endpoint {
+    /// The server at `url` (with or without a trailing `/v1`); its model is asked for unless given.
+    ///
+    /// # Errors
+    /// An URL without http or https; a server that does not answer `/v1/models`.
+    pub fn connect(url: &str, key: Option<String>, model: Option<String>) -> Result<Self> {
+        let base = url.trim_end_matches('/');
+        let base = base.strip_suffix("/v1").unwrap_or(base).to_owned();
+        if !base.starts_with("http://") && !base.starts_with("https://") {
+            return Err(MeasureError::Server(format!("{url:?} is no http:// or https:// address")));
+        }
+        let agent: ureq::Agent = ureq::Agent::config_builder()
+            .http_status_as_error(false)
+            .max_idle_connections(0)
+            .max_redirects(0)
+            .build()
+            .into();
+        let mut endpoint = Self { base, key, model: model.clone().unwrap_or_default(), agent };
+        if model.is_none() {
+            endpoint.model = endpoint.first_model()?;
+        }
+        Ok(endpoint)
+    }
+
+    /// What the server calls its model.
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
+    /// Scheme, host and port.
+    pub fn base(&self) -> &str {
+        &self.base
+    }
+
+    fn first_model(&self) -> Result<String> {
+        let models = self.get_json("/v1/models")?;
+        let id = models.pointer("/data/0/id").and_then(Value::as_str);
+        id.map(str::to_owned).ok_or_else(|| MeasureError::Server(format!("{} lists no model", self.base)))
+    }
+
+    /// Largest context that the server's model list states, under the names that servers use.
+    pub fn context_limit(&self) -> Option<u64> {
+        let models = self.get_json("/v1/models").ok()?;
+        let entry = models.pointer("/data/0")?;
+        ["/max_model_len", "/context_length", "/context_window", "/meta/n_ctx", "/meta/n_ctx_train"]
+            .iter()
+            .find_map(|p| entry.pointer(p).and_then(Value::as_u64))
+    }
+
+    /// A JSON document by GET.
+    ///
+    /// # Errors
+    /// No connection, a status other than 200, no JSON.
+    pub fn get_json(&self, path: &str) -> Result<Value> {
+        let text = self.get_text(path)?;
+        serde_json::from_str(&text)
+            .map_err(|e| MeasureError::Server(format!("{}{path} answers no JSON: {e}", self.base)))
+    }
+
+    /// A text by GET.
+    ///
+    /// # Errors
+    /// No connection, a status other than 200.
+    pub fn get_text(&self, path: &str) -> Result<String> {
+        let url = format!("{}{path}", self.base);
+        let fail = |e: String| MeasureError::Server(format!("{url}: {e}"));
+        let mut request = self.agent.get(&url).config().timeout_global(Some(Duration::from_secs(10))).build();
+        if let Some(key) = &self.key {
+            request = request.header("authorization", format!("Bearer {key}"));
+        }
+        let mut response = request.call().map_err(|e| fail(e.to_string()))?;
+        let mut text = String::new();
+        let status = response.status().as_u16();
+        response
+            .body_mut()
+            .as_reader()
+            .take(MAX_BODY)
+            .read_to_string(&mut text)
+            .map_err(|e| fail(e.to_string()))?;
+        if status != 200 {
+            return Err(fail(format!("status {status}: {}", start(&text))));
+        }
+        Ok(text)
+    }
+
+    /// Sends a chat or completion request that streams, and reads the answer to its end, or until `limit` has passed
+    /// since the start. `model`, `stream` and `stream_options.include_usage` are set here.
+    pub fn stream(&self, path: &str, body: &Value, limit: Duration) -> Exchange {
+        let mut body = body.clone();
+        body["model"] = json!(self.model);
+        body["stream"] = json!(true);
+        body["stream_options"] = json!({ "include_usage": true });
+        let bytes = body.to_string();
+        let sent = Instant::now();
+        let mut exchange =
+            Exchange { sent, pieces: Vec::new(), done: sent, answer: Answer::default(), failure: None };
+        exchange.failure = self.receive(path, &bytes, limit, &mut exchange).err();
+        exchange.done = Instant::now();
+        exchange
+    }
+
+    fn receive(
+        &self,
+        path: &str,
+        body: &str,
+        limit: Duration,
+        exchange: &mut Exchange,
+    ) -> std::result::Result<(), Failure> {
+        let url = format!("{}{path}", self.base);
+        let mut request = self
+            .agent
+            .post(&url)
+            .config()
+            .timeout_global(Some(limit))
+            .build()
+            .header("content-type", "application/json")
+            .header("accept", "text/event-stream");
+        if let Some(key) = &self.key {
+            request = request.header("authorization", format!("Bearer {key}"));
+        }
+        let mut response = request.send(body).map_err(network)?;
+        let status = response.status().as_u16();
+        let reader = response.body_mut().as_reader();
+        if status != 200 {
+            let mut text = Vec::new();
+            reader.take(4096).read_to_end(&mut text).map_err(io)?;
+            return Err(Failure::Status(status, start(&String::from_utf8_lossy(&text))));
+        }
+        let mut events = sse::Events::new(BufReader::new(reader));
+        let mut grammar = Grammar::default();
+        while let Some(data) = events.next_data().map_err(io)? {
+            let now = Instant::now();
+            match grammar.take(&data, &mut exchange.answer).map_err(Failure::Protocol)? {
+                answer::Piece::Text => exchange.pieces.push(now),
+                answer::Piece::Nothing => {}
+                answer::Piece::End => break,
+            }
+        }
+        grammar.finish(&exchange.answer).map_err(Failure::Protocol)
+    }
+}
+
+fn network(e: ureq::Error) -> Failure {
+    match e {
+        ureq::Error::Timeout(_) => Failure::Timeout,
+        ureq::Error::Io(e) => io(e),
+        e => Failure::Network(e.to_string()),
+    }
+}
+
+fn io(e: std::io::Error) -> Failure {
+    use std::io::ErrorKind;
+    match e.kind() {
+        ErrorKind::TimedOut => Failure::Timeout,
+        ErrorKind::InvalidData | ErrorKind::UnexpectedEof => Failure::Protocol(e.to_string()),
+        // A time limit that passes inside a read comes wrapped.
+        _ => match e.get_ref().and_then(|inner| inner.downcast_ref::<ureq::Error>()) {
+            Some(ureq::Error::Timeout(_)) => Failure::Timeout,
+            _ => Failure::Network(e.to_string()),
+        },
+    }
+}
+
+/// The first 300 characters, on one line.
+fn start(text: &str) -> String {
+    text.chars().take(300).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}

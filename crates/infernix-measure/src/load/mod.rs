@@ -1,0 +1,198 @@
+//! Load on a server: `infernix bench serve` and `bench context`.
+
+pub mod arrivals;
+pub mod context;
+pub mod data;
+pub mod rng;
+pub mod summary;
+
+pub use arrivals::Rate;
+pub use data::{Calibration, Dataset, Item};
+pub use summary::{Goal, Summary};
+
+use crate::client::{Endpoint, Exchange};
+use crate::error::{MeasureError, Result};
+use rng::Rng;
+use serde_json::{Map, Value, json};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Stack of a request's thread: it formats and parses, no more.
+const STACK: usize = 512 << 10;
+
+/// How a server is loaded.
+#[derive(Clone, Debug)]
+pub struct Load {
+    /// `/v1/chat/completions` or `/v1/completions`.
+    pub path: String,
+    /// Requests.
+    pub requests: usize,
+    /// Arrivals.
+    pub rate: Rate,
+    /// Shape of the gaps between arrivals; 1 is Poisson.
+    pub burstiness: f64,
+    /// Most requests in flight; more wait here. Waiting is not counted as latency.
+    pub concurrency: Option<usize>,
+    /// Uncounted requests before, one at a time.
+    pub warm_up: usize,
+    /// Of prompts and arrivals.
+    pub seed: u64,
+    /// Merged into each body.
+    pub extra: Value,
+    /// Limit of one request.
+    pub timeout: Duration,
+}
+
+/// A counting semaphore; std has none.
+struct Slots {
+    free: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Slots {
+    fn take(&self) {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.changed.wait_while(free, |n| *n == 0).unwrap_or_else(PoisonError::into_inner);
+        *free -= 1;
+    }
+
+    fn give(&self) {
+        *self.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.changed.notify_one();
+    }
+}
+
+/// Sends every item and waits for the answers, in the order of the items. `progress` hears of each end.
+///
+/// # Errors
+/// A warm-up request that fails, an interruption, a thread that cannot be started.
+pub fn run(
+    endpoint: &Endpoint,
+    load: &Load,
+    items: &[Item],
+    interrupted: &AtomicBool,
+    progress: &(dyn Fn(&Exchange) + Sync),
+) -> Result<Vec<Exchange>> {
+    let send = |item: &Item| {
+        let body = data::body(&load.path, &item.prompt, item.output, &load.extra);
+        endpoint.stream(&load.path, &body, load.timeout)
+    };
+    for i in 0..load.warm_up.min(items.len()) {
+        // A prompt of its own: the counted ones must not find it in a cache.
+        let item = Item { prompt: format!("warm-up {} {}", load.seed, i), ..items[i].clone() };
+        if let Some(f) = send(&item).failure {
+            return Err(MeasureError::Server(format!("the warm-up request failed: {f}")));
+        }
+    }
+    let own_times = items.iter().any(|i| i.at.is_some());
+    let times = arrivals::arrivals(items.len(), load.rate, load.burstiness, load.seed);
+    let slots = load.concurrency.map(|n| Slots { free: Mutex::new(n.max(1)), changed: Condvar::new() });
+    let results: Vec<Mutex<Option<Exchange>>> = items.iter().map(|_| Mutex::new(None)).collect();
+    let start = Instant::now();
+    std::thread::scope(|scope| -> Result<()> {
+        for (i, item) in items.iter().enumerate() {
+            let at = if own_times { item.at.unwrap_or(0.0) } else { times[i] };
+            let at = start + Duration::from_secs_f64(at.clamp(0.0, 1e7));
+            while let Some(left) = at.checked_duration_since(Instant::now()).filter(|d| !d.is_zero()) {
+                std::thread::sleep(left.min(Duration::from_millis(100)));
+                if interrupted.load(Ordering::Relaxed) {
+                    break;
+                }
+            }
+            if let Some(s) = &slots {
+                s.take();
+            }
+            if interrupted.load(Ordering::Relaxed) {
+                return Err(MeasureError::Stopped);
+            }
+            let (send, slots, result) = (&send, &slots, &results[i]);
+            let thread = std::thread::Builder::new().stack_size(STACK);
+            thread
+                .spawn_scoped(scope, move || {
+                    let exchange = send(item);
+                    progress(&exchange);
+                    *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(exchange);
+                    if let Some(s) = slots {
+                        s.give();
+                    }
+                })
+                .map_err(|e| MeasureError::Server(format!("request {i}: no thread: {e}")))?;
+        }
+        Ok(())
+    })?;
+    let taken = results.into_iter().filter_map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner));
+    Ok(taken.collect())
+}
+
+/// Counters of speculation as vLLM names them, from a server's `/metrics`; `None` where it has none.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SpecCounters {
+    drafts: f64,
+    drafted: f64,
+    accepted: f64,
+}
+
+impl SpecCounters {
+    /// As they stand now.
+    pub fn read(endpoint: &Endpoint) -> Option<Self> {
+        Self::parse(&endpoint.get_text("/metrics").ok()?)
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let sum = |name: &str| {
+            let mut found = None;
+            for line in text.lines().filter(|l| !l.starts_with('#')) {
+                let Some(rest) = line.strip_prefix(name) else { continue };
+                if !rest.starts_with(['{', ' ']) {
+                    continue;
+                }
+                let value: f64 = rest.rsplit(' ').next()?.parse().ok()?;
+                *found.get_or_insert(0.0) += value;
+            }
+            found
+        };
+        Some(Self {
+            drafts: sum("vllm:spec_decode_num_drafts_total")?,
+            drafted: sum("vllm:spec_decode_num_draft_tokens_total")?,
+            accepted: sum("vllm:spec_decode_num_accepted_tokens_total")?,
+        })
+    }
+
+    /// What a run added, under vLLM's result keys.
+    pub fn since(self, before: Self) -> Map<String, Value> {
+        let (drafts, drafted, accepted) =
+            (self.drafts - before.drafts, self.drafted - before.drafted, self.accepted - before.accepted);
+        let mut out = Map::new();
+        if drafts > 0.0 && drafted > 0.0 {
+            out.insert("spec_decode_num_drafts".into(), json!(drafts));
+            out.insert("spec_decode_draft_tokens".into(), json!(drafted));
+            out.insert("spec_decode_accepted_tokens".into(), json!(accepted));
+            out.insert("spec_decode_acceptance_rate".into(), json!(100.0 * accepted / drafted));
+            out.insert("spec_decode_acceptance_length".into(), json!(1.0 + accepted / drafts));
+        }
+        out
+    }
+}
+
+/// A string that no earlier run sent, so that no cache knows a prompt that begins with it.
+pub(crate) fn nonce(seed: u64, name: &str) -> String {
+    format!("{:016x}", Rng::named(seed, name).bits())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_are_summed_over_their_labels() {
+        let text = "# HELP x\nvllm:spec_decode_num_drafts_total{a=\"1\"} 2\nvllm:spec_decode_num_drafts_total{a=\"2\"} 3\n\
+            vllm:spec_decode_num_draft_tokens_total 20\nvllm:spec_decode_num_accepted_tokens_total 15\n\
+            vllm:spec_decode_num_accepted_tokens_per_pos_total 99\n";
+        let now = SpecCounters::parse(text).unwrap();
+        assert_eq!(now, SpecCounters { drafts: 5.0, drafted: 20.0, accepted: 15.0 });
+        let out = now.since(SpecCounters::default());
+        assert_eq!(out["spec_decode_acceptance_length"], json!(4.0));
+        assert_eq!(SpecCounters::parse("vllm:other 1\n"), None);
+    }
+}

@@ -1,0 +1,293 @@
+//! The servers that a replay compares: given by address, or started by a command and watched.
+
+use crate::client::Endpoint;
+use crate::error::{MeasureError, Result};
+use rustix::process::{Pid, Signal, kill_process_group};
+use std::fs::File;
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// An engine under comparison.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arm {
+    /// As in the report.
+    pub name: String,
+    /// Where it is, or how it is started.
+    pub target: Target,
+}
+
+/// A server's address or command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// It runs already, on its own account.
+    Url(String),
+    /// A shell command that starts it; `{port}` stands for the port it must listen on.
+    Command(String),
+}
+
+impl Arm {
+    /// `NAME=URL` or `NAME=COMMAND`.
+    ///
+    /// # Errors
+    /// No name, no target, or a command without `{port}`.
+    pub fn parse(text: &str) -> Result<Self> {
+        let fail = |what: &str| MeasureError::Options(format!("arm {text:?}: {what}"));
+        let (name, target) = text.split_once('=').ok_or_else(|| fail("NAME=URL or NAME=COMMAND expected"))?;
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.+ ".contains(c);
+        if name.trim().is_empty() || !name.chars().all(plain) {
+            return Err(fail("the name may have letters, digits, spaces and -_.+"));
+        }
+        let target = if target.starts_with("http://") || target.starts_with("https://") {
+            Target::Url(target.to_owned())
+        } else if target.contains("{port}") {
+            Target::Command(target.to_owned())
+        } else {
+            return Err(fail("neither an http address nor a command with {port} in it"));
+        };
+        Ok(Self { name: name.trim().to_owned(), target })
+    }
+}
+
+/// Memory that an engine may take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Budget {
+    /// Resident memory of the server's processes, MiB.
+    pub ram_mib: Option<u64>,
+    /// Memory in use on the GPU, MiB.
+    pub vram_mib: Option<u64>,
+}
+
+/// What the watcher saw.
+#[derive(Debug, Default)]
+struct Watched {
+    ram: AtomicU64,
+    vram: AtomicU64,
+    exceeded: OnceLock<String>,
+    stop: AtomicBool,
+}
+
+/// A server ready to be measured. Dropping it ends one that was started here.
+pub struct Server {
+    /// Where it listens.
+    pub endpoint: Endpoint,
+    child: Option<Child>,
+    watched: Arc<Watched>,
+    watcher: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Connects to an arm's server, or starts it and waits until it lists its model.
+    ///
+    /// # Errors
+    /// A server that does not answer within `patience`, or whose command ends before.
+    pub fn start(
+        arm: &Arm,
+        key: Option<String>,
+        log: Option<&Path>,
+        budget: Budget,
+        patience: Duration,
+        interrupted: &AtomicBool,
+    ) -> Result<Self> {
+        let watched = Arc::new(Watched::default());
+        let command = match &arm.target {
+            Target::Url(url) => {
+                let endpoint = Endpoint::connect(url, key, None)?;
+                return Ok(Self { endpoint, child: None, watched, watcher: None });
+            }
+            Target::Command(command) => command,
+        };
+        let port = free_port()?;
+        let fail =
+            |e: std::io::Error| MeasureError::Server(format!("{}: the server does not start: {e}", arm.name));
+        let output = || -> std::io::Result<Stdio> {
+            log.map_or(Ok(Stdio::null()), |p| Ok(File::options().create(true).append(true).open(p)?.into()))
+        };
+        let child = Command::new("sh")
+            .arg("-c")
+            .arg(command.replace("{port}", &port.to_string()))
+            .stdin(Stdio::null())
+            .stdout(output().map_err(fail)?)
+            .stderr(output().map_err(fail)?)
+            .process_group(0)
+            .spawn()
+            .map_err(fail)?;
+        let url = format!("http://127.0.0.1:{port}");
+        let mut started = Started { child: Some(child) };
+        let end = Instant::now() + patience;
+        let endpoint = loop {
+            if interrupted.load(Ordering::Relaxed) {
+                return Err(MeasureError::Stopped);
+            }
+            let ended = started.child.as_mut().and_then(|c| c.try_wait().ok()).flatten();
+            if let Some(status) = ended {
+                return Err(MeasureError::Server(format!(
+                    "{}: the server's command ended with {status} before it answered; its output is in serve.log",
+                    arm.name
+                )));
+            }
+            match Endpoint::connect(&url, key.clone(), None) {
+                Ok(endpoint) => break endpoint,
+                Err(e) if Instant::now() > end => return Err(e),
+                Err(_) => std::thread::sleep(Duration::from_millis(200)),
+            }
+        };
+        let child = started.child.take();
+        let pid = child.as_ref().and_then(|c| Pid::from_raw(i32::try_from(c.id()).ok()?));
+        let watcher = pid.map(|pid| {
+            let watched = Arc::clone(&watched);
+            std::thread::spawn(move || watch(pid, budget, &watched))
+        });
+        Ok(Self { endpoint, child, watched, watcher })
+    }
+
+    /// Most resident memory of a server started here, MiB.
+    pub fn peak_ram_mib(&self) -> Option<u64> {
+        self.child.as_ref().map(|_| self.watched.ram.load(Ordering::Relaxed))
+    }
+
+    /// Most GPU memory in use while it ran, MiB, where a driver tells.
+    pub fn peak_vram_mib(&self) -> Option<u64> {
+        Some(self.watched.vram.load(Ordering::Relaxed)).filter(|v| *v > 0)
+    }
+
+    /// What it took beyond its budget; it was ended then.
+    pub fn exceeded(&self) -> Option<&str> {
+        self.watched.exceeded.get().map(String::as_str)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.watched.stop.store(true, Ordering::Relaxed);
+        if let Some(w) = self.watcher.take() {
+            let _ = w.join();
+        }
+        drop(Started { child: self.child.take() });
+    }
+}
+
+/// A child's process group, ended when dropped: asked first, after ten seconds forced.
+struct Started {
+    child: Option<Child>,
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        let Some(mut child) = self.child.take() else { return };
+        let group = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+        let signal = |s| group.map(|g| kill_process_group(g, s));
+        signal(Signal::TERM);
+        let end = Instant::now() + Duration::from_secs(10);
+        while Instant::now() < end {
+            if !matches!(child.try_wait(), Ok(None)) {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        // Whatever else it started goes too.
+        signal(Signal::KILL);
+        let _ = child.wait();
+    }
+}
+
+fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind("127.0.0.1:0");
+    let port = listener.and_then(|l| l.local_addr()).map(|a| a.port());
+    port.map_err(|e| MeasureError::Server(format!("no free port: {e}")))
+}
+
+fn watch(group: Pid, budget: Budget, watched: &Watched) {
+    while !watched.stop.load(Ordering::Relaxed) {
+        let ram = group_rss_mib(group);
+        watched.ram.fetch_max(ram, Ordering::Relaxed);
+        let vram = gpu_memory_mib();
+        watched.vram.fetch_max(vram.unwrap_or(0), Ordering::Relaxed);
+        let over = [("RAM", Some(ram), budget.ram_mib), ("GPU memory", vram, budget.vram_mib)];
+        for (name, used, limit) in over {
+            if let (Some(used), Some(limit)) = (used, limit)
+                && used > limit
+            {
+                let _ = watched.exceeded.set(format!("{used} MiB of {name}, {limit} allowed"));
+                let _ = kill_process_group(group, Signal::KILL);
+                return;
+            }
+        }
+        for _ in 0..10 {
+            if watched.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// Resident memory of all processes of a group.
+fn group_rss_mib(group: Pid) -> u64 {
+    let Ok(entries) = std::fs::read_dir("/proc") else { return 0 };
+    let mut kib = 0;
+    for entry in entries.flatten() {
+        let stat = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        // After the command in brackets: state, parent, process group.
+        let Some(own) =
+            stat.rsplit_once(')').and_then(|s| s.1.split_whitespace().nth(2)?.parse::<i32>().ok())
+        else {
+            continue;
+        };
+        if own != group.as_raw_nonzero().get() {
+            continue;
+        }
+        let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+        let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
+        kib += line.and_then(|l| l.trim().split(' ').next()?.parse::<u64>().ok()).unwrap_or(0);
+    }
+    kib / 1024
+}
+
+/// Memory in use on all GPUs, as the driver's tool prints it; `None` without one.
+fn gpu_memory_mib() -> Option<u64> {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    let ask = || {
+        let out = Command::new("nvidia-smi")
+            .args(["--query-gpu=memory.used", "--format=csv,noheader,nounits"])
+            .output()
+            .ok()
+            .filter(|o| o.status.success())?;
+        let text = String::from_utf8_lossy(&out.stdout).into_owned();
+        Some(text.lines().filter_map(|l| l.trim().parse::<u64>().ok()).sum())
+    };
+    if *PRESENT.get_or_init(|| ask().is_some()) { ask() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arms_are_addresses_or_commands_with_a_port() {
+        let url = Arm::parse("other=http://127.0.0.1:8080").unwrap();
+        assert_eq!(url.target, Target::Url("http://127.0.0.1:8080".into()));
+        assert!(matches!(Arm::parse("a=serve --port {port}").unwrap().target, Target::Command(_)));
+        for wrong in ["x", "=http://a", "a=serve", "a/b=http://c"] {
+            assert!(Arm::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_command_that_ends_at_once_is_an_error_and_one_that_hangs_is_ended() {
+        let go_on = AtomicBool::new(false);
+        let start = |command: &str| {
+            let arm = Arm { name: "x".into(), target: Target::Command(command.into()) };
+            let result =
+                Server::start(&arm, None, None, Budget::default(), Duration::from_millis(300), &go_on);
+            result.err().map(|e| e.to_string()).unwrap_or_default()
+        };
+        assert!(start("exit 3 # {port}").contains("ended"));
+        assert!(!start("sleep 60 # {port}").is_empty());
+    }
+}

@@ -1,0 +1,293 @@
+//! A replay's result: JSON, Markdown, and the files of its folder.
+
+use super::metrics::{FIGURES, Kind, classes, cold, figures, intervals};
+use super::plan::Plan;
+use super::runner::Run;
+use crate::bench::machine::Machine;
+use serde_json::{Map, Value, json};
+use std::collections::HashSet;
+use std::fmt::Write as _;
+
+/// Version of the JSON document.
+pub const SCHEMA_VERSION: u32 = 1;
+
+/// One plan played on one server.
+#[derive(Clone, Debug)]
+pub struct Played {
+    /// The arm's name.
+    pub arm: String,
+    /// What its server calls the model.
+    pub model: String,
+    /// The plan's seed.
+    pub seed: u64,
+    /// What happened.
+    pub run: Run,
+    /// Most resident memory of its processes, MiB, where it was started here.
+    pub peak_ram_mib: Option<u64>,
+    /// Most GPU memory in use, MiB.
+    pub peak_vram_mib: Option<u64>,
+    /// Memory taken beyond the budget.
+    pub exceeded: Option<String>,
+}
+
+impl Played {
+    /// Why the run does not count, if it does not.
+    pub fn invalid(&self) -> Vec<String> {
+        let mut reasons: Vec<String> = self.exceeded.iter().cloned().collect();
+        let failed: Vec<String> = self
+            .run
+            .rows
+            .iter()
+            .filter_map(|r| Some(format!("{}#{}: {}", r.actor, r.index, r.failure()?)))
+            .collect();
+        if let Some(first) = failed.first() {
+            reasons.push(format!("{} failed; the first: {first}", plural(failed.len(), "request")));
+        }
+        let uncounted = self
+            .run
+            .rows
+            .iter()
+            .filter(|r| r.exchange.failure.is_none() && r.exchange.answer.usage.is_none());
+        let uncounted = uncounted.count();
+        if uncounted > 0 {
+            reasons.push(format!("{} without token counts", plural(uncounted, "answer")));
+        }
+        reasons
+    }
+
+    fn failed(&self) -> usize {
+        self.run.rows.iter().filter(|r| r.failure().is_some()).count()
+    }
+}
+
+fn plural(n: usize, noun: &str) -> String {
+    format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
+}
+
+/// All runs of a replay.
+pub struct Report {
+    /// Command line, without folders.
+    pub command: String,
+    /// One plan a seed.
+    pub plans: Vec<Plan>,
+    /// Every run, in the order they were made.
+    pub played: Vec<Played>,
+    /// The machine of the client.
+    pub machine: Machine,
+}
+
+/// One arm over its runs.
+struct Cells {
+    name: String,
+    runs: Vec<Map<String, Value>>,
+    seeds: Vec<u64>,
+}
+
+impl Cells {
+    fn values(&self, key: &str) -> Vec<f64> {
+        self.runs.iter().filter_map(|r| r.get(key)?.as_f64()).collect()
+    }
+
+    /// Mean, least and greatest over the runs that have the figure.
+    fn cell(&self, key: &str) -> Option<(f64, f64, f64)> {
+        let v = self.values(key);
+        let n = v.len() as f64;
+        (!v.is_empty()).then(|| {
+            let low = v.iter().copied().fold(f64::INFINITY, f64::min);
+            let high = v.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            (v.iter().sum::<f64>() / n, low, high)
+        })
+    }
+
+    fn seed(&self, seed: u64, key: &str) -> Option<f64> {
+        let own = self.seeds.iter().zip(&self.runs).filter(|(s, _)| **s == seed);
+        let v: Vec<f64> = own.filter_map(|(_, r)| r.get(key)?.as_f64()).collect();
+        (!v.is_empty()).then(|| v.iter().sum::<f64>() / v.len() as f64)
+    }
+}
+
+impl Report {
+    /// Names of the arms, in the order of their first runs.
+    pub fn arms(&self) -> Vec<&str> {
+        let mut names: Vec<&str> = Vec::new();
+        for p in &self.played {
+            if !names.contains(&p.arm.as_str()) {
+                names.push(&p.arm);
+            }
+        }
+        names
+    }
+
+    fn cells(&self) -> Vec<Cells> {
+        let main = |seed: u64| -> HashSet<String> {
+            let plan = self.plans.iter().find(|p| p.seed == seed);
+            let actors = plan.into_iter().flat_map(|p| p.actors.iter().filter(|a| a.top));
+            actors.map(|a| a.name.clone()).collect()
+        };
+        let matched = |seed: u64| {
+            let mut sets = self.played.iter().filter(|p| p.seed == seed).map(|p| cold(&p.run));
+            let first = sets.next().unwrap_or_default();
+            sets.fold(first, |a, b| a.intersection(&b).copied().collect())
+        };
+        let of = |name: &str| {
+            let own: Vec<&Played> = self.played.iter().filter(|p| p.arm == name).collect();
+            Cells {
+                name: name.to_owned(),
+                runs: own.iter().map(|p| figures(&p.run, &main(p.seed), &matched(p.seed))).collect(),
+                seeds: own.iter().map(|p| p.seed).collect(),
+            }
+        };
+        self.arms().into_iter().map(of).collect()
+    }
+
+    /// Why the comparison does not count, arm by arm.
+    pub fn invalid(&self) -> Vec<String> {
+        let mut reasons = Vec::new();
+        for p in &self.played {
+            reasons.extend(p.invalid().into_iter().map(|r| format!("{} (seed {}): {r}", p.arm, p.seed)));
+        }
+        reasons
+    }
+
+    /// The JSON document of docs/replay.md.
+    pub fn to_json(&self) -> Value {
+        let invalid = self.invalid();
+        let arm = |c: &Cells| {
+            let own: Vec<&Played> = self.played.iter().filter(|p| p.arm == c.name).collect();
+            let mut metrics = Map::new();
+            for (key, ..) in FIGURES {
+                let value = c.cell(key).map_or(Value::Null, |(mean, low, high)| {
+                    json!({ "mean": mean, "min": low, "max": high, "runs": c.values(key) })
+                });
+                metrics.insert(key.into(), value);
+            }
+            let runs = own.iter().map(|p| {
+                json!({
+                    "seed": p.seed,
+                    "requests": p.run.rows.len(),
+                    "failed": p.failed(),
+                    "wall_s": p.run.wall,
+                    "intervals": intervals(&p.run),
+                    "classes": classes(&p.run),
+                    "notes": p.run.notes.len(),
+                    "peak_ram_mib": p.peak_ram_mib,
+                    "peak_vram_mib": p.peak_vram_mib,
+                })
+            });
+            json!({
+                "name": c.name,
+                "model": own.first().map(|p| &p.model),
+                "valid": own.iter().all(|p| p.invalid().is_empty()),
+                "requests": own.iter().map(|p| p.run.rows.len()).sum::<usize>(),
+                "failed": own.iter().map(|p| p.failed()).sum::<usize>(),
+                "metrics": metrics,
+                "runs": runs.collect::<Vec<_>>(),
+            })
+        };
+        let first = self.plans.first();
+        json!({
+            "schema_version": SCHEMA_VERSION,
+            "command": "replay",
+            "command_line": self.command,
+            "version": env!("CARGO_PKG_VERSION"),
+            "valid": invalid.is_empty(),
+            "invalid_reasons": invalid,
+            "scenario": first.map(|p| &p.scenario),
+            "corpus": first.map(|p| &p.corpus),
+            "plan_hash": self.plan_hash(),
+            "seeds": self.plans.iter().map(|p| p.seed).collect::<Vec<_>>(),
+            "scale": first.map(|p| f64::from(p.scale_milli) / 1000.0),
+            "context": first.map(|p| p.context),
+            "machine": self.machine.to_json(),
+            "arms": self.cells().iter().map(arm).collect::<Vec<_>>(),
+        })
+    }
+
+    /// One hash over the plans of all seeds.
+    pub fn plan_hash(&self) -> String {
+        match self.plans.as_slice() {
+            [one] => one.hash(),
+            all => {
+                blake3::hash(all.iter().map(Plan::hash).collect::<String>().as_bytes()).to_hex().to_string()
+            }
+        }
+    }
+
+    /// The table: figures by arm, mean (least to greatest over the runs), and the first arm's change against each other.
+    pub fn to_markdown(&self) -> String {
+        let cells = self.cells();
+        let mut out = String::new();
+        let invalid = self.invalid();
+        if !invalid.is_empty() {
+            let _ = writeln!(out, "**Invalid**: {}\n", invalid.join("; "));
+        }
+        let others = cells.get(1..).unwrap_or_default();
+        let mut head = vec!["Metric".to_owned()];
+        head.extend(cells.iter().map(|c| c.name.clone()));
+        head.extend(others.iter().map(|c| format!("{} vs {}", cells[0].name, c.name)));
+        let _ = writeln!(out, "| {} |\n|---|{}", head.join(" | "), "---:|".repeat(head.len() - 1));
+        for (key, label, unit, kind) in FIGURES {
+            if cells.iter().all(|c| c.cell(key).is_none()) {
+                continue;
+            }
+            let mut row = vec![label.to_owned()];
+            row.extend(cells.iter().map(|c| c.cell(key).map_or("-".into(), |v| show(v, unit, kind))));
+            row.extend(others.iter().map(|c| self.change(&cells[0], c, key, kind).unwrap_or("-".into())));
+            let _ = writeln!(out, "| {} |", row.join(" | "));
+        }
+        let c = self.plans.first();
+        let _ = writeln!(
+            out,
+            "\n{} of {} at scale {}, context {}, plan {}; {}. Cells: mean over runs (least to greatest); times from the \
+             client's clock, counts from the servers.",
+            plural(self.plans.len(), "seed"),
+            c.map_or("-", |p| p.scenario.as_str()),
+            c.map_or(0.0, |p| f64::from(p.scale_milli) / 1000.0),
+            c.map_or(0, |p| p.context),
+            &self.plan_hash()[..16],
+            self.machine.cpu,
+        );
+        out
+    }
+
+    /// Change of a figure from the other arm to the first, seed by seed, averaged, with its range.
+    fn change(&self, first: &Cells, other: &Cells, key: &str, kind: Kind) -> Option<String> {
+        let by_seed: Vec<f64> = self
+            .plans
+            .iter()
+            .filter_map(|p| {
+                let (a, b) = (first.seed(p.seed, key)?, other.seed(p.seed, key)?);
+                match kind {
+                    Kind::Relative => (b != 0.0).then(|| 100.0 * (a / b - 1.0)),
+                    Kind::Points | Kind::Count => Some(a - b),
+                }
+            })
+            .collect();
+        if by_seed.is_empty() {
+            return None;
+        }
+        let unit = match kind {
+            Kind::Relative => " %",
+            Kind::Points => " pt",
+            Kind::Count => "",
+        };
+        let mean = by_seed.iter().sum::<f64>() / by_seed.len() as f64;
+        let low = by_seed.iter().copied().fold(f64::INFINITY, f64::min);
+        let high = by_seed.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let range = if by_seed.len() > 1 { format!(" ({low:+.0} to {high:+.0})") } else { String::new() };
+        Some(format!("{mean:+.0}{unit}{range}"))
+    }
+}
+
+/// Seconds with two decimals, rates and shares with one, counts with none.
+fn show((mean, low, high): (f64, f64, f64), unit: &str, kind: Kind) -> String {
+    let digits = match (unit, kind) {
+        ("s" | "min", _) => 2,
+        (_, Kind::Count) => usize::from(mean.fract() != 0.0),
+        _ if mean.abs() >= 1000.0 => 0,
+        _ => 1,
+    };
+    let unit = if unit.is_empty() { String::new() } else { format!(" {unit}") };
+    let range = if low < high { format!(" ({low:.digits$}-{high:.digits$})") } else { String::new() };
+    format!("{mean:.digits$}{unit}{range}")
+}
