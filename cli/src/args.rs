@@ -11,7 +11,8 @@ use std::path::PathBuf;
 mod load;
 
 pub(crate) use load::{
-    BenchContextArgs, BenchMode, BenchServeArgs, DatasetKind, Ramp, ReplayArgs, Route, ServerArgs,
+    BenchContextArgs, BenchMode, BenchServeArgs, DatasetKind, Ramp, RecordArgs, ReplayArgs, ReplayMode,
+    Route, ServerArgs, TextsArg,
 };
 
 /// Convert, verify, measure and serve Qwen hybrid models on one GPU or a CPU.

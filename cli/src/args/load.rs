@@ -163,8 +163,43 @@ pub(crate) struct BenchContextArgs {
     pub(crate) json: JsonArgs,
 }
 
+#[derive(Debug, Subcommand)]
+pub(crate) enum ReplayMode {
+    /// Pass an agent's requests on to a server and write what it asked as a scenario; Ctrl-C ends the recording
+    Record(RecordArgs),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TextsArg {
+    /// Word for word
+    Keep,
+    /// Each line as digits of its keyed hash
+    Hash,
+    /// Each line as other words of the same length
+    Synthesise,
+}
+
 #[derive(Debug, Args)]
+pub(crate) struct RecordArgs {
+    /// Server that requests are passed on to
+    #[arg(long, value_name = "URL")]
+    pub(crate) upstream: String,
+    /// Loopback address to listen on
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8765")]
+    pub(crate) listen: std::net::SocketAddr,
+    /// What becomes of prompts and tool results
+    #[arg(long, value_enum, default_value_t = TextsArg::Hash)]
+    pub(crate) texts: TextsArg,
+    /// Scenario to write; it must not exist
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) output: PathBuf,
+}
+
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct ReplayArgs {
+    #[command(subcommand)]
+    pub(crate) mode: Option<ReplayMode>,
     /// The scenario: agentic_ab, or a recorded plan (a JSON file)
     #[arg(default_value = "agentic_ab", value_name = "SCENARIO|FILE")]
     pub(crate) scenario: String,

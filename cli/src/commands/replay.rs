@@ -1,17 +1,19 @@
 //! `infernix replay`: the agent workload against one or several servers.
 
 use super::load::api_key;
-use crate::args::ReplayArgs;
+use crate::args::{RecordArgs, ReplayArgs, ReplayMode, TextsArg};
 use crate::output::{self, usage};
 use crate::{INTERRUPTED, Outcome};
 use anyhow::Context as _;
 use infernix_measure::bench::machine::Machine;
+use infernix_measure::replay::record::{self, Texts};
 use infernix_measure::replay::{
     Arm, Budget, Corpus, FULL_CONTEXT, Plan, PlanOptions, Played, Report, Row, RunOptions, Server, Target,
-    agentic, page, play,
+    agentic, page, play, proxy,
 };
 use serde_json::json;
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -19,6 +21,9 @@ use std::time::Duration;
 const MIN_CONTEXT: usize = 2048;
 
 pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
+    if let Some(ReplayMode::Record(args)) = &args.mode {
+        return record(args);
+    }
     if !(args.scale > 0.0 && args.scale <= 4.0) {
         return Err(usage("--scale must lie above 0 and at most at 4"));
     }
@@ -74,6 +79,49 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
         machine: Machine::this(),
     };
     finish(args, &report)
+}
+
+fn record(args: &RecordArgs) -> anyhow::Result<Outcome> {
+    let path = &args.output;
+    // Prompts are private: the file is the user's own, and made before anything is recorded.
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .with_context(|| format!("{}: creating the scenario", path.display()))?;
+    output::note(&format!(
+        "set the agent's base URL to http://{}/v1; Ctrl-C ends the recording",
+        args.listen
+    ));
+    let recorded = proxy::record(&args.upstream, args.listen, &INTERRUPTED, output::note);
+    let recorded = match recorded {
+        Ok(r) if !r.is_empty() => r,
+        other => {
+            let _ = std::fs::remove_file(path);
+            other?;
+            anyhow::bail!("no chat completion passed; nothing is written");
+        }
+    };
+    let texts = match args.texts {
+        TextsArg::Keep => Texts::Keep,
+        TextsArg::Hash => Texts::Hash,
+        TextsArg::Synthesise => Texts::Synthesise,
+    };
+    let mut key = [0; 32];
+    std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key)).context("drawing a key")?;
+    let name = file_part(&path.display().to_string());
+    let plan = record::plan(name.trim_end_matches(".json"), &recorded, texts, key);
+    file.write_all(serde_json::to_string(&plan)?.as_bytes())
+        .with_context(|| format!("{}: writing the scenario", path.display()))?;
+    let c = plan.counts();
+    output::note(&format!(
+        "{} sessions, {} requests; plan {}",
+        plan.actors.len(),
+        c.requests + c.aborted,
+        plan.hash()
+    ));
+    Ok(Outcome::Done)
 }
 
 fn arms(args: &ReplayArgs) -> anyhow::Result<Vec<Arm>> {

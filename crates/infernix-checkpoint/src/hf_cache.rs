@@ -127,10 +127,15 @@ impl fmt::Display for Missing {
 /// # Errors
 /// What is missing, down to the names of the files.
 pub fn find(repo: &str, revision: Option<&str>) -> Result<Snapshot, Missing> {
-    match hub_folder(|name| std::env::var_os(name).filter(|v| !v.is_empty())) {
+    match hub() {
         Some(hub) => find_in(&hub, repo, revision),
         None => Err(Missing::NoCache { hub: None, repo: repo.to_owned() }),
     }
+}
+
+/// The cache folder of this user, if one can be named; it need not exist.
+pub fn hub() -> Option<PathBuf> {
+    hub_folder(|name| std::env::var_os(name).filter(|v| !v.is_empty()))
 }
 
 /// The cache folder that these environment variables name.
@@ -187,9 +192,9 @@ pub fn find_in(hub: &Path, repo: &str, revision: Option<&str>) -> Result<Snapsho
     Err(Missing::Files { repo: repo.to_owned(), folder, files, unfinished })
 }
 
-/// `ORG/NAME` (or a bare name) of letters, digits, `-`, `_` and `.`. `--` would be ambiguous in the cache's
+/// Whether a text names a repository: `ORG/NAME` (or a bare name) of letters, digits, `-`, `_` and `.`. `--` would be ambiguous in the cache's
 /// folder names, `..` would leave it.
-fn valid_repo(repo: &str) -> bool {
+pub fn valid_repo(repo: &str) -> bool {
     let part = |p: &str| {
         !p.is_empty()
             && p.len() <= 96

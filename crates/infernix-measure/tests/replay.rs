@@ -299,3 +299,42 @@ fn load_counts_failures_by_their_cause() {
     assert_eq!((s.completed, s.failed(), s.failures.len()), (4, 2, 1));
     assert!(matches!(done[5].failure, Some(Failure::Status(500, _))));
 }
+
+/// What passes the recorder is recorded and can be played again against the same server.
+#[test]
+fn recorded_traffic_plays_again() {
+    use infernix_measure::replay::{proxy, record};
+    let server = fake(Fault::None, 0);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
+    let stop = Arc::new(AtomicBool::new(false));
+    let (url, stopped) = (server.url.clone(), Arc::clone(&stop));
+    let recorder = std::thread::spawn(move || proxy::record(&url, address, &stopped, |_| {}).unwrap());
+    let client = (0..100).find_map(|_| {
+        std::thread::sleep(Duration::from_millis(20));
+        Endpoint::connect(&format!("http://{address}"), Some("secret".into()), None).ok()
+    });
+    let client = client.expect("the recorder passes the model list on");
+    assert_eq!(client.model(), "fake");
+    let mut messages = vec![json!({ "role": "user", "content": "one" })];
+    for text in ["two", "three"] {
+        let body = json!({ "messages": messages, "max_tokens": 20 });
+        let x = client.stream("/v1/chat/completions", &body, Duration::from_secs(5));
+        assert_eq!(x.failure, None);
+        messages.push(x.answer.message());
+        messages.push(json!({ "role": "tool", "tool_call_id": "c", "content": text }));
+    }
+    stop.store(true, Ordering::Relaxed);
+    let recorded = recorder.join().unwrap();
+    assert_eq!(recorded.len(), 2);
+    let plan = record::plan("mine", &recorded, record::Texts::Hash, [1; 32]);
+    assert_eq!((plan.actors.len(), plan.counts().requests), (1, 2));
+    assert!(!serde_json::to_string(&plan).unwrap().contains("secret"));
+    let endpoint = Endpoint::connect(&server.url, None, None).unwrap();
+    let go_on = AtomicBool::new(false);
+    let options = RunOptions { timeout: Duration::from_secs(5), interrupted: &go_on, progress: &|_| {} };
+    assert_eq!(play(&plan, &endpoint, options).unwrap().rows.len(), 2);
+    let away = "0.0.0.0:1".parse().unwrap();
+    assert!(proxy::record(&server.url, away, &go_on, |_| {}).is_err(), "a recorder never listens elsewhere");
+}
