@@ -11,8 +11,8 @@ use std::path::PathBuf;
 mod load;
 
 pub(crate) use load::{
-    BenchContextArgs, BenchMode, BenchServeArgs, DatasetKind, Ramp, RecordArgs, ReplayArgs, ReplayMode,
-    Route, ServerArgs, TextsArg,
+    BenchContextArgs, BenchMode, BenchServeArgs, DatasetKind, FetchArgs, Ramp, RecordArgs, ReplayArgs,
+    ReplayMode, Route, ServerArgs, TextsArg,
 };
 
 /// Convert, verify, measure and serve Qwen hybrid models on one GPU or a CPU.
@@ -47,6 +47,8 @@ pub(crate) enum ProgressMode {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Download a repository into the Hugging Face cache, resuming where an earlier download stopped
+    Fetch(FetchArgs),
     /// Turn a published checkpoint into an artifact and an n-gram volume
     Convert(ConvertArgs),
     /// Prove that an artifact holds what its checkpoint holds

@@ -1,4 +1,4 @@
-//! Flags of `bench serve`, `bench context` and `replay`.
+//! Flags of the commands that talk to servers: `fetch`, `bench serve`, `bench context` and `replay`.
 
 use super::{JsonArgs, PathBuf};
 use clap::{Args, Subcommand, ValueEnum};
@@ -248,6 +248,30 @@ pub(crate) struct ReplayArgs {
     /// Print the plan's size and hash and send nothing
     #[arg(long, short = 'n')]
     pub(crate) dry_run: bool,
+    #[command(flatten)]
+    pub(crate) json: JsonArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct FetchArgs {
+    /// Repository, with a branch, tag or commit after @ [default: main]
+    #[arg(value_name = "ORG/NAME[@REVISION]")]
+    pub(crate) repo: String,
+    /// Only files whose path matches (repeatable; ** crosses folders)
+    #[arg(long, value_name = "GLOB")]
+    pub(crate) include: Vec<String>,
+    /// Leave out files whose path matches (repeatable)
+    #[arg(long, value_name = "GLOB")]
+    pub(crate) exclude: Vec<String>,
+    /// Cache folder [default: $HF_HUB_CACHE, $HF_HOME/hub or the user's cache]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) cache_dir: Option<PathBuf>,
+    /// Files in flight
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub(crate) parallel: usize,
+    /// Allow plain http beyond this machine
+    #[arg(long)]
+    pub(crate) allow_http: bool,
     #[command(flatten)]
     pub(crate) json: JsonArgs,
 }

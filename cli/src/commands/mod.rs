@@ -8,6 +8,7 @@ mod convert;
 mod demo;
 mod doctor;
 mod engine;
+mod fetch;
 mod files;
 mod generate;
 mod inspect;
@@ -24,6 +25,7 @@ mod verify;
 pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
     let progress = cli.progress;
     match cli.command {
+        Command::Fetch(args) => fetch::run(&args, progress),
         Command::Convert(args) => convert::run(&args, progress),
         Command::Verify(args) => verify::run(&args, progress),
         Command::Inspect(args) => inspect::run(&args),
