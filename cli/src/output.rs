@@ -52,6 +52,20 @@ pub(crate) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
     Ok(print(&format!("{}\n", serde_json::to_string_pretty(value)?))?)
 }
 
+/// Writes a report to a file, replacing an older one only when the new one is whole.
+pub(crate) fn write_report(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
+    use anyhow::Context as _;
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let write = || {
+        std::fs::write(&partial, text)?;
+        std::fs::rename(&partial, path)
+    };
+    write().with_context(|| format!("{} cannot be written", path.display()))?;
+    note(&format!("wrote {}", path.display()));
+    Ok(())
+}
+
 /// Writes a line to stderr. A closed stderr is no reason to stop.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");

@@ -101,6 +101,59 @@ impl infernix_convert::Progress for Reporter {
     }
 }
 
+/// Progress in steps with running values: a bar on a terminal, lines or JSON elsewhere.
+pub(crate) struct Steps {
+    mode: Mode,
+    printed: Option<Instant>,
+}
+
+impl Steps {
+    pub(crate) fn new(mode: ProgressMode, total: u64) -> Self {
+        let reporter = Reporter::new(mode);
+        if let Mode::Bar(bar) = &reporter.mode {
+            if let Ok(style) = ProgressStyle::with_template("[{bar:20}] {pos}/{len} {eta} left  {msg}") {
+                bar.set_style(style.progress_chars("=> "));
+            }
+            bar.set_length(total);
+        }
+        Self { mode: reporter.mode, printed: None }
+    }
+
+    /// `done` of `total` steps, with what to show of them.
+    pub(crate) fn at(
+        &mut self,
+        done: u64,
+        total: u64,
+        text: &str,
+        value: impl FnOnce() -> serde_json::Value,
+    ) {
+        match &self.mode {
+            Mode::Bar(bar) => {
+                bar.set_length(total);
+                bar.set_position(done);
+                bar.set_message(text.to_owned());
+            }
+            Mode::Lines { json, .. } => {
+                if done < total && self.printed.is_some_and(|t| t.elapsed() < INTERVAL) {
+                    return;
+                }
+                self.printed = Some(Instant::now());
+                let line = if *json { value().to_string() } else { format!("{done} of {total}: {text}") };
+                crate::output::note(&line);
+            }
+            Mode::Silent => {}
+        }
+    }
+}
+
+impl Drop for Steps {
+    fn drop(&mut self) {
+        if let Mode::Bar(bar) = &self.mode {
+            bar.finish_and_clear();
+        }
+    }
+}
+
 fn print(json: bool, s: &Lines) {
     let seconds = s.started.elapsed().as_secs_f64();
     if json {

@@ -24,20 +24,31 @@ pub(crate) trait Task {
     fn run<B: Backend>(self, driver: &mut Driver<B>) -> anyhow::Result<Outcome>;
 }
 
-/// Loads the model with room for `tokens` tokens and runs the task; with FP32 values between operations if `fp32`
-/// (lossless only).
-pub(crate) fn with_driver_fp32(
-    open: &OpenModel,
-    tokens: usize,
-    fp32: bool,
-    task: impl Task,
-) -> anyhow::Result<Outcome> {
-    let loading = Loading { tokens, ..Loading::new(open) };
+/// What a task needs of the driver.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Needs {
+    /// Tokens of all sequences together.
+    pub(crate) tokens: usize,
+    /// Sequences at a time.
+    pub(crate) sequences: usize,
+    /// FP32 values between operations (lossless only).
+    pub(crate) fp32: bool,
+    /// The model's drafter, if it has one.
+    pub(crate) drafter: bool,
+}
+
+impl Needs {
+    /// One sequence of up to `tokens` tokens.
+    pub(crate) fn tokens(tokens: usize) -> Self {
+        Self { tokens, sequences: 1, fp32: false, drafter: false }
+    }
+}
+
+/// Loads the model with room for what the task needs and runs the task.
+pub(crate) fn with_needs(open: &OpenModel, needs: Needs, task: impl Task) -> anyhow::Result<Outcome> {
+    let loading = Loading::for_needs(open, needs);
     match open.backend {
-        BackendKind::Lossless => {
-            let options = LosslessOptions { fp32, ..LosslessOptions::default() };
-            task.run(&mut loading.driver(Lossless::new(options))?)
-        }
+        BackendKind::Lossless => task.run(&mut lossless(open, needs)?),
         BackendKind::Cpu => task.run(&mut loading.driver(loading.cpu())?),
         BackendKind::Cuda(device) => {
             let mut driver = loading.driver(loading.cuda(device)?)?;
@@ -45,6 +56,12 @@ pub(crate) fn with_driver_fp32(
             task.run(&mut driver)
         }
     }
+}
+
+/// The model in the lossless backend, whatever backend it was opened for.
+pub(crate) fn lossless(open: &OpenModel, needs: Needs) -> anyhow::Result<Driver<Lossless>> {
+    let options = LosslessOptions { fp32: needs.fp32, ..LosslessOptions::default() };
+    Ok(Loading::for_needs(open, needs).driver(Lossless::new(options))?)
 }
 
 /// What a driver is made of; goes to the thread that the driver will live on.
@@ -75,6 +92,13 @@ impl Loading {
             tokens: 0,
             sequences: 1,
         }
+    }
+
+    fn for_needs(open: &OpenModel, needs: Needs) -> Self {
+        let mut loading =
+            Loading { tokens: needs.tokens, sequences: needs.sequences, ..Loading::new(open) };
+        loading.load.drafter = needs.drafter;
+        loading
     }
 
     fn cpu(&self) -> CpuBackend {

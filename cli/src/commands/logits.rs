@@ -1,6 +1,6 @@
 //! `infernix logits`: a model's logits over given token ids, and what its layers did, as a safetensors file.
 
-use super::engine::{Task, with_driver_fp32};
+use super::engine::{Needs, Task, with_needs};
 use super::model::{BackendKind, OpenModel};
 use crate::Outcome;
 use crate::args::{Boundaries, LogitsArgs, ProgressMode};
@@ -33,8 +33,8 @@ pub(crate) fn run(args: &LogitsArgs, progress: ProgressMode) -> anyhow::Result<O
     if fp32 && open.backend != BackendKind::Lossless {
         return Err(usage("--boundaries fp32 needs --backend lossless"));
     }
-    let tokens = ids.len();
-    with_driver_fp32(&open, tokens, fp32, LogitsTask { args, ids, positions })
+    let needs = Needs { fp32, ..Needs::tokens(ids.len()) };
+    with_needs(&open, needs, LogitsTask { args, ids, positions })
 }
 
 fn positions(text: Option<&str>, tokens: usize) -> anyhow::Result<Range<usize>> {

@@ -12,12 +12,15 @@ mod fetch;
 mod files;
 mod generate;
 mod inspect;
+mod kld;
 mod load;
 mod logits;
 mod model;
 mod plan;
+mod ppl;
 mod recipes;
 mod replay;
+mod report;
 mod run;
 mod serve;
 mod verify;
@@ -35,6 +38,9 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
         Command::Card(args) => files::write_card(&args),
         Command::Run(args) => run::run(&args, progress),
         Command::Serve(args) => serve::run(&args, progress),
+        Command::Kld(args) => kld::run(&args, progress),
+        Command::Ppl(args) => ppl::run(&args, progress),
+        Command::Report(args) => report::run(&args),
         Command::Bench(args) => match &args.mode {
             None => bench::run(&args, progress),
             Some(BenchMode::Serve(args)) => load::serve(args),

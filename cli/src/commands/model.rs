@@ -142,7 +142,7 @@ fn cached_name(path: &Path) -> anyhow::Result<PathBuf> {
     Ok(user_cache()?.join(format!("{stem}-{}.infernix", &digest[..12])))
 }
 
-fn user_cache() -> anyhow::Result<PathBuf> {
+pub(crate) fn user_cache() -> anyhow::Result<PathBuf> {
     let set = |name| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     if let Some(folder) = set("INFERNIX_CACHE") {
         return Ok(folder);
@@ -203,6 +203,7 @@ impl How {
 }
 
 /// A model found and checked, ready to be loaded into a backend.
+#[derive(Clone)]
 pub(crate) struct OpenModel {
     pub(crate) artifact: Arc<Artifact>,
     pub(crate) ngram: Option<PathBuf>,

@@ -4,6 +4,7 @@ use crate::corpus::Chunks;
 use crate::error::{MeasureError, Result};
 use crate::kld::{KldOptions, Reference, Rows, Running, Test, kld};
 use crate::llama::BaseFile;
+use crate::logits::LogitsFile;
 use crate::reference::ReferenceFile;
 use crate::report::KldReport;
 use std::fs::File;
@@ -18,6 +19,8 @@ pub enum StoredFile {
     Llama(BaseFile),
     /// Our own reference file.
     Reference(ReferenceFile),
+    /// Another engine's logits as safetensors.
+    Logits(LogitsFile),
 }
 
 impl StoredFile {
@@ -29,23 +32,31 @@ impl StoredFile {
         match &mark[..read] {
             b"_logits_" => Ok(Self::Llama(BaseFile::open(path)?)),
             b"INFXKREF" => Ok(Self::Reference(ReferenceFile::open(path)?)),
+            // The length of a safetensors header, below 2^32, and its first byte.
+            [_, _, _, _, 0, 0, 0, 0] => Ok(Self::Logits(LogitsFile::open(path)?)),
             _ => Err(MeasureError::format(
                 path,
                 0,
-                "neither a `_logits_` file of llama-perplexity nor a file of kld --save-reference",
+                "neither a `_logits_` file of llama-perplexity, nor a file of kld --save-reference, nor logits as \
+                 safetensors",
             )),
         }
     }
 
-    /// The text it was made from, as chunks; `limit` is a cap on their number (llama.cpp files only).
-    pub fn chunks(&self, limit: Option<usize>) -> Result<Chunks> {
+    /// The text it was made from, as chunks: of `ctx` tokens where the file does not say (logits), and at most `limit`
+    /// of them where it keeps the tokens themselves.
+    pub fn chunks(&self, ctx: usize, limit: Option<usize>) -> Result<Chunks> {
+        let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         match self {
-            Self::Llama(f) => {
-                let name = f.path().file_name().unwrap_or_default().to_string_lossy();
-                Chunks::new(&name, b"", f.tokens(), f.header().ctx as usize, limit)
-            }
+            Self::Llama(f) => Chunks::new(&name(f.path()), b"", f.tokens(), f.header().ctx as usize, limit),
             Self::Reference(f) => Ok(Chunks::of_header(f.header())),
+            Self::Logits(f) => Chunks::new(&name(f.path()), b"", f.tokens(), ctx, limit),
         }
+    }
+
+    /// What a reference file says its model was.
+    pub fn model(&self) -> Option<&serde_json::Value> {
+        if let Self::Reference(f) = self { Some(&f.header().model) } else { None }
     }
 
     /// Ids the file holds rows of, valid ones where it says so.
@@ -53,6 +64,7 @@ impl StoredFile {
         match self {
             Self::Llama(f) => f.header().vocab as usize,
             Self::Reference(f) => f.header().valid_vocab as usize,
+            Self::Logits(f) => f.vocab(),
         }
     }
 
@@ -61,6 +73,7 @@ impl StoredFile {
         match self {
             Self::Llama(f) => Reference::Llama(f),
             Self::Reference(f) => Reference::Stored(f),
+            Self::Logits(f) => Reference::Logits(f),
         }
     }
 
@@ -69,6 +82,7 @@ impl StoredFile {
         match self {
             Self::Llama(f) => Rows::Llama(f),
             Self::Reference(f) => Rows::Stored(f),
+            Self::Logits(f) => Rows::Logits(f),
         }
     }
 }
@@ -82,7 +96,7 @@ pub fn compare(
     interrupt: &AtomicBool,
 ) -> Result<KldReport> {
     let base = StoredFile::open(reference)?;
-    let mut options = KldOptions::new(base.chunks(None)?, base.valid_vocab());
+    let mut options = KldOptions::new(base.chunks(512, None)?, base.valid_vocab());
     options.llama_compat = llama_compat;
     let engine = test.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let tests = vec![Test { engine, rows: StoredFile::open(test)?.rows() }];

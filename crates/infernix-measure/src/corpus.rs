@@ -11,19 +11,23 @@ pub const DEFAULT_CORPUS: &str = "infernix-docs";
 
 /// The built-in corpus: this project's own documentation, so that a measurement works without a download. Published
 /// figures use another text; see docs/kld.md.
-pub const DEFAULT_TEXT: &[&str] = &[
-    include_str!("../../../docs/container.md"),
-    include_str!("../../../docs/formats.md"),
-    include_str!("../../../docs/checkpoints.md"),
-    include_str!("../../../docs/convert.md"),
-    include_str!("../../../docs/recipes.md"),
-    include_str!("../../../docs/logical-names.md"),
-    include_str!("../../../docs/chat-templates.md"),
+pub const DEFAULT_TEXT: &[(&str, &str)] = &[
+    ("container.md", include_str!("../../../docs/container.md")),
+    ("formats.md", include_str!("../../../docs/formats.md")),
+    ("checkpoints.md", include_str!("../../../docs/checkpoints.md")),
+    ("convert.md", include_str!("../../../docs/convert.md")),
+    ("recipes.md", include_str!("../../../docs/recipes.md")),
+    ("logical-names.md", include_str!("../../../docs/logical-names.md")),
+    ("chat-templates.md", include_str!("../../../docs/chat-templates.md")),
+    ("gguf.md", include_str!("../../../docs/gguf.md")),
+    ("cuda.md", include_str!("../../../docs/cuda.md")),
+    ("bench.md", include_str!("../../../docs/bench.md")),
+    ("kld.md", include_str!("../../../docs/kld.md")),
 ];
 
 /// The built-in corpus as one text.
 pub fn default_text() -> String {
-    DEFAULT_TEXT.join("\n")
+    DEFAULT_TEXT.iter().map(|(_, text)| *text).collect::<Vec<_>>().join("\n")
 }
 
 /// Tokens of a corpus cut into chunks of one length; what is left over is dropped.
@@ -235,6 +239,21 @@ impl Corpus {
             return Err(wrong(format!("mode {mode} has no stream")));
         }
         Ok(Self { id: m.corpus_id, mode: mode.into(), streams })
+    }
+
+    /// The built-in corpus, one stream a page.
+    pub fn documentation() -> Self {
+        let stream = |(name, text): &(&str, &str)| TextStream {
+            id: (*name).into(),
+            domain: "documentation".into(),
+            path: format!("docs/{name}"),
+            text: (*text).into(),
+        };
+        Self {
+            id: DEFAULT_CORPUS.into(),
+            mode: "full".into(),
+            streams: DEFAULT_TEXT.iter().map(stream).collect(),
+        }
     }
 
     /// One file as the only stream.

@@ -52,8 +52,9 @@ pub(crate) fn publish(partial: &Path, path: &Path) -> Result<()> {
     }
 }
 
-/// Refuses what the disk cannot hold.
-pub(crate) fn check_space(path: &Path, needed: u64) -> Result<()> {
+/// Refuses what the disk cannot hold. What a partial file already takes is given back or used.
+pub(crate) fn check_space(path: &Path, size: u64) -> Result<()> {
+    let needed = size.saturating_sub(partial(path).metadata().map_or(0, |m| m.len()));
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let stat = rustix::fs::statvfs(folder)
         .map_err(|e| MeasureError::io(folder, "asking for free space")(e.into()))?;

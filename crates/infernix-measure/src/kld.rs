@@ -5,12 +5,14 @@ use crate::bootstrap::{RESAMPLES, SEED};
 use crate::corpus::Chunks;
 use crate::error::{MeasureError, Result};
 use crate::llama::{BaseFile, BaseHeader, BaseWriter, CodedRow, check};
+use crate::logits::LogitsFile;
 use crate::reference::{ReferenceFile, ReferenceHeader, ReferenceWriter, StoredRow, TOP_K};
-use crate::report::KldReport;
+use crate::report::{KldReport, Measured};
 use crate::row::{Logits, RowScore, score_against_log_probs, score_log_probs};
 use crate::source::{Call, LogitsSource, Path as Reading};
 use crate::state::State;
 use serde_json::{Value, json};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -38,6 +40,9 @@ pub struct KldOptions {
     pub top_k: u32,
     /// Save the reference as llama.cpp's base file.
     pub save_base: Option<PathBuf>,
+    /// Chunks measured between two looks at the interrupt, at least 1; a source may read their prompts together. One
+    /// group's reference rows exist at a time, 2 bytes a logit.
+    pub group: usize,
 }
 
 impl KldOptions {
@@ -54,6 +59,7 @@ impl KldOptions {
             save_reference: None,
             top_k: TOP_K,
             save_base: None,
+            group: 1,
         }
     }
 }
@@ -67,6 +73,8 @@ pub enum Reference {
     Stored(ReferenceFile),
     /// A llama.cpp base file.
     Llama(BaseFile),
+    /// Another engine's logits.
+    Logits(LogitsFile),
 }
 
 /// Rows under test.
@@ -85,6 +93,8 @@ pub enum Rows {
     Stored(ReferenceFile),
     /// A llama.cpp base file.
     Llama(BaseFile),
+    /// Another engine's logits.
+    Logits(LogitsFile),
 }
 
 /// One model under test. A [`Rows::Source`] with a rounding seed is a run of the yardstick, not an engine.
@@ -159,7 +169,7 @@ pub fn kld(
         valid_vocab: options.valid_vocab as u32,
         top_k: options.top_k.min(options.valid_vocab as u32),
     };
-    check_files(&header, chunks, &reference, &tests)?;
+    check_files(&header, chunks, &mut reference, &mut tests)?;
 
     let engines: Vec<Value> = tests.iter().map(|t| describe_test(sources, t)).collect();
     let (mut state, mut done) = match &options.state {
@@ -208,43 +218,46 @@ pub fn kld(
             .map(|(t, s)| (t.engine.clone(), mean(s, |r| r.kld), mean(s, same)))
             .collect(),
     };
-    for chunk in finished..chunks.count {
+    let mut next = finished;
+    while next < chunks.count {
+        let group = next..(next + options.group.max(1)).min(chunks.count);
         let stop = || -> Result<()> {
             if interrupt.load(Ordering::Relaxed) {
                 let advice =
                     if options.state.is_some() { "run again with --resume" } else { "no state was kept" };
-                return Err(MeasureError::Interrupted { done: chunk, total: chunks.count, advice });
+                return Err(MeasureError::Interrupted { done: group.start, total: chunks.count, advice });
             }
             Ok(())
         };
         stop()?;
-        let rows = reference_rows(options, sources, &mut reference, chunk, base.as_mut())?;
+        let rows = reference_rows(options, sources, &mut reference, &group, base.as_mut())?;
         if let Some(writer) = &mut saved {
             let k = header.top_k as usize;
-            let stored: Vec<StoredRow> = rows
-                .iter()
-                .enumerate()
-                .filter_map(|(i, r)| match r {
+            for (chunk, rows) in group.clone().zip(&rows) {
+                let kept = rows.iter().enumerate().filter_map(|(i, r)| match r {
                     ReferenceRow::Full(l) => Some(StoredRow::new(l, target(chunks, chunk, i) as u32, k)),
                     _ => None,
-                })
-                .collect();
-            writer.chunk(&stored)?;
+                });
+                writer.chunk(&kept.collect::<Vec<_>>())?;
+            }
         }
         if let Some(writer) = &mut base {
             writer.sync()?;
         }
-        let mut of_chunk = Vec::with_capacity(per_chunk * tests.len());
+        let mut of_group = vec![Vec::with_capacity(per_chunk * tests.len()); group.len()];
         for (test, own) in tests.iter_mut().zip(&mut scores) {
             stop()?;
-            let new = test_rows(options, sources, &rows, test, chunk)?;
-            of_chunk.extend_from_slice(&new);
-            own.extend(new);
+            let new = test_rows(options, sources, &rows, test, &group)?;
+            for (all, new) in of_group.iter_mut().zip(new) {
+                all.extend_from_slice(&new);
+                own.extend(new);
+            }
         }
         if let Some(state) = &mut state {
-            state.append(chunk, &of_chunk)?;
+            group.clone().zip(&of_group).try_for_each(|(chunk, rows)| state.append(chunk, rows))?;
         }
-        progress(&running(chunk + 1, &tests, &scores));
+        next = group.end;
+        progress(&running(next, &tests, &scores));
     }
     if let Some(writer) = saved {
         writer.finish()?;
@@ -252,8 +265,13 @@ pub fn kld(
     if let Some(writer) = base {
         writer.finish()?;
     }
-    let report =
-        KldReport::new(options, &reference, description, &tests, engines, scores, started.elapsed())?;
+    let drafting = |t: &Test| match t.rows {
+        Rows::Source { index, path: Reading::Decode, .. } => sources[index].drafting(),
+        _ => None,
+    };
+    let drafting = tests.iter().map(drafting).collect();
+    let measured = Measured { tests: &tests, engines, drafting, scores, elapsed: started.elapsed() };
+    let report = KldReport::new(options, &reference, description, measured)?;
     if let Some(state) = state {
         state.remove()?;
     }
@@ -290,6 +308,7 @@ fn check_inputs(
         Reference::Source(i) => source(*i)?,
         Reference::Stored(f) => f.header().vocab as usize,
         Reference::Llama(f) => f.header().vocab as usize,
+        Reference::Logits(f) => f.vocab(),
     };
     let valid = options.valid_vocab;
     if valid == 0 || valid > vocab {
@@ -303,6 +322,7 @@ fn check_inputs(
             Rows::Source { index, .. } => source(*index)?,
             Rows::Stored(f) => f.header().vocab as usize,
             Rows::Llama(f) => f.header().vocab as usize,
+            Rows::Logits(f) => f.vocab(),
         };
         if own != vocab {
             return refuse(format!("{}: {own} logits a row, the reference has {vocab}", test.engine));
@@ -311,7 +331,7 @@ fn check_inputs(
             (Reference::Stored(_), Rows::Llama(_)) => {
                 return refuse("a llama.cpp file holds no tail to compare with a top-k reference".into());
             }
-            (Reference::Source(_) | Reference::Llama(_), Rows::Stored(_)) => {
+            (Reference::Source(_) | Reference::Llama(_) | Reference::Logits(_), Rows::Stored(_)) => {
                 return refuse("a top-k file under test needs a top-k file as the reference".into());
             }
             _ => {}
@@ -335,8 +355,8 @@ fn check_inputs(
 fn check_files(
     header: &ReferenceHeader,
     chunks: &Chunks,
-    reference: &Reference,
-    tests: &[Test],
+    reference: &mut Reference,
+    tests: &mut [Test],
 ) -> Result<()> {
     let stored = |f: &ReferenceFile| header.must_equal(f.header(), f.path());
     let llama = |f: &BaseFile| {
@@ -364,12 +384,14 @@ fn check_files(
         Reference::Source(_) => {}
         Reference::Stored(f) => stored(f)?,
         Reference::Llama(f) => llama(f)?,
+        Reference::Logits(f) => f.check(chunks)?,
     }
     for test in tests {
-        match &test.rows {
+        match &mut test.rows {
             Rows::Source { .. } => {}
             Rows::Stored(f) => stored(f)?,
             Rows::Llama(f) => llama(f)?,
+            Rows::Logits(f) => f.check(chunks)?,
         }
     }
     Ok(())
@@ -382,6 +404,7 @@ fn describe_reference(sources: &[&mut dyn LogitsSource], reference: &Reference) 
             json!({ "kind": "reference file", "top_k": f.header().top_k, "model": f.header().model })
         }
         Reference::Llama(_) => json!({ "kind": "llama.cpp base file" }),
+        Reference::Logits(f) => json!({ "kind": "logits file", "model": f.metadata() }),
     }
 }
 
@@ -390,48 +413,61 @@ fn describe_test(sources: &[&mut dyn LogitsSource], test: &Test) -> Value {
         Rows::Source { index, .. } => sources[*index].describe(),
         Rows::Stored(f) => json!({ "kind": "reference file", "model": f.header().model }),
         Rows::Llama(_) => json!({ "kind": "llama.cpp base file" }),
+        Rows::Logits(f) => json!({ "kind": "logits file", "model": f.metadata() }),
     };
     json!({ "engine": test.engine, "path": test.path(), "rounding": test.rounding(), "of": rows })
 }
 
+/// Each chunk's call.
+fn calls<'a>(chunks: &'a Chunks, group: &Range<usize>, path: Reading) -> Vec<Call<'a>> {
+    let call = |chunk| Call { stream: chunk as u64, tokens: chunks.chunk(chunk), rows: chunks.rows(), path };
+    group.clone().map(call).collect()
+}
+
+/// The reference's rows of a group of chunks.
 fn reference_rows(
     options: &KldOptions,
     sources: &mut [&mut dyn LogitsSource],
     reference: &mut Reference,
-    chunk: usize,
+    group: &Range<usize>,
     mut base: Option<&mut BaseWriter>,
-) -> Result<Vec<ReferenceRow>> {
+) -> Result<Vec<Vec<ReferenceRow>>> {
     let chunks = &options.chunks;
     let n = chunks.rows().len();
     let coded = |row: CodedRow| {
         let log_probs = row.log_probs();
         ReferenceRow::Coded(row, log_probs)
     };
+    let ready = |chunk: usize, i: usize, logits: &[f32]| -> Result<ReferenceRow> {
+        if options.llama_compat {
+            check(chunk * n + i, logits)?;
+            return Ok(coded(CodedRow::encode(logits)));
+        }
+        Ok(ReferenceRow::Full(Logits::new(chunk * n + i, logits, options.valid_vocab)?))
+    };
     match reference {
-        Reference::Stored(f) => Ok(f.chunk(chunk)?.into_iter().map(ReferenceRow::Stored).collect()),
-        Reference::Llama(f) => (0..n).map(|i| f.row(chunk, i).map(coded)).collect(),
+        Reference::Stored(f) => group
+            .clone()
+            .map(|chunk| Ok(f.chunk(chunk)?.into_iter().map(ReferenceRow::Stored).collect()))
+            .collect(),
+        Reference::Llama(f) => {
+            group.clone().map(|chunk| (0..n).map(|i| f.row(chunk, i).map(coded)).collect()).collect()
+        }
+        Reference::Logits(f) => {
+            group.clone().map(|chunk| (0..n).map(|i| ready(chunk, i, &f.row(chunk, i)?)).collect()).collect()
+        }
         Reference::Source(index) => {
-            let mut rows = Vec::with_capacity(n);
-            let call = Call {
-                stream: chunk as u64,
-                tokens: chunks.chunk(chunk),
-                rows: chunks.rows(),
-                path: Reading::Prompt,
-            };
+            let mut rows: Vec<Vec<ReferenceRow>> = group.clone().map(|_| Vec::with_capacity(n)).collect();
+            let calls = calls(chunks, group, Reading::Prompt);
             sources[*index].set_rounding(None)?;
-            sources[*index].rows(&call, &mut |i, logits| {
+            sources[*index].rows_of(&calls, &mut |c, i, logits| {
                 if let Some(writer) = base.as_deref_mut() {
                     writer.row(logits)?;
                 }
-                rows.push(if options.llama_compat {
-                    check(chunk * n + i, logits)?;
-                    coded(CodedRow::encode(logits))
-                } else {
-                    ReferenceRow::Full(Logits::new(chunk * n + i, logits, options.valid_vocab)?)
-                });
+                rows[c].push(ready(group.start + c, i, logits)?);
                 Ok(())
             })?;
-            expect(rows.len(), n, "the reference")?;
+            rows.iter().try_for_each(|r| expect(r.len(), n, "the reference"))?;
             Ok(rows)
         }
     }
@@ -444,66 +480,78 @@ fn expect(found: usize, rows: usize, whose: &str) -> Result<()> {
     Err(MeasureError::Options(format!("{whose} gave {found} rows of a chunk, {rows} were asked for")))
 }
 
+/// Scores of a group of chunks.
 fn test_rows(
     options: &KldOptions,
     sources: &mut [&mut dyn LogitsSource],
-    reference: &[ReferenceRow],
+    reference: &[Vec<ReferenceRow>],
     test: &mut Test,
-    chunk: usize,
-) -> Result<Vec<RowScore>> {
+    group: &Range<usize>,
+) -> Result<Vec<Vec<RowScore>>> {
     let chunks = &options.chunks;
-    let n = reference.len();
+    let n = chunks.rows().len();
     let valid = options.valid_vocab;
+    // Row `i` of chunk `chunk` given as logits.
+    let score = |chunk: usize, i: usize, row: &ReferenceRow, logits: &[f32]| -> Result<RowScore> {
+        let t = target(chunks, chunk, i);
+        let own = || Logits::new(chunk * n + i, logits, valid);
+        Ok(match row {
+            ReferenceRow::Coded(row, _) if options.llama_compat => {
+                check(chunk * n + i, logits)?;
+                row.score(logits, t)
+            }
+            ReferenceRow::Full(row) => row.score(&own()?, t),
+            ReferenceRow::Coded(_, log_probs) => score_against_log_probs(log_probs, &own()?, t),
+            ReferenceRow::Stored(row) => row.score(&own()?),
+        })
+    };
+    let each = |one: &mut dyn FnMut(usize, usize, &ReferenceRow) -> Result<RowScore>| {
+        let of_chunk = |(chunk, rows): (usize, &Vec<ReferenceRow>)| {
+            rows.iter().enumerate().map(|(i, row)| one(chunk, i, row)).collect()
+        };
+        group.clone().zip(reference).map(of_chunk).collect()
+    };
     match &mut test.rows {
         Rows::Source { index, path, rounding } => {
-            let mut scores = Vec::with_capacity(n);
-            let call =
-                Call { stream: chunk as u64, tokens: chunks.chunk(chunk), rows: chunks.rows(), path: *path };
+            let mut scores: Vec<Vec<RowScore>> = group.clone().map(|_| Vec::with_capacity(n)).collect();
             let source = &mut sources[*index];
             source.set_rounding(*rounding)?;
-            let result = source.rows(&call, &mut |i, logits| {
-                let t = target(chunks, chunk, i);
-                let Some(row) = reference.get(i) else { return expect(i + 1, n, &test.engine) };
-                let own = || Logits::new(chunk * n + i, logits, valid);
-                scores.push(match row {
-                    ReferenceRow::Coded(row, _) if options.llama_compat => {
-                        check(chunk * n + i, logits)?;
-                        row.score(logits, t)
-                    }
-                    ReferenceRow::Full(row) => row.score(&own()?, t),
-                    ReferenceRow::Coded(_, log_probs) => score_against_log_probs(log_probs, &own()?, t),
-                    ReferenceRow::Stored(row) => row.score(&own()?),
-                });
+            let result = source.rows_of(&calls(chunks, group, *path), &mut |c, i, logits| {
+                let Some(row) = reference[c].get(i) else { return expect(i + 1, n, &test.engine) };
+                scores[c].push(score(group.start + c, i, row, logits)?);
                 Ok(())
             });
             source.set_rounding(None)?;
             result?;
-            expect(scores.len(), n, &test.engine)?;
+            scores.iter().try_for_each(|s| expect(s.len(), n, &test.engine))?;
             Ok(scores)
         }
+        Rows::Logits(file) => each(&mut |chunk, i, row| score(chunk, i, row, &file.row(chunk, i)?)),
         Rows::Stored(file) => {
-            let rows = file.chunk(chunk)?;
-            let both = reference.iter().zip(&rows);
-            Ok(both
-                .filter_map(
-                    |(r, t)| if let ReferenceRow::Stored(r) = r { Some(r.score_stored(t)) } else { None },
-                )
-                .collect())
-        }
-        Rows::Llama(file) => {
-            let score = |(i, row): (usize, &ReferenceRow)| {
-                let own = file.row(chunk, i)?.log_probs();
-                let t = target(chunks, chunk, i);
-                match row {
-                    ReferenceRow::Coded(row, _) if options.llama_compat => Ok(row.score_log_probs(&own, t)),
-                    ReferenceRow::Coded(_, log_probs) => Ok(score_log_probs(log_probs, &own, valid, t)),
-                    ReferenceRow::Full(row) => Ok(row.score_log_probs(&own, t)),
-                    ReferenceRow::Stored(_) => {
-                        Err(MeasureError::Options("a top-k reference holds no tail".into()))
-                    }
+            let mut of_chunk = (usize::MAX, Vec::new());
+            each(&mut |chunk, i, row| {
+                if of_chunk.0 != chunk {
+                    of_chunk = (chunk, file.chunk(chunk)?);
                 }
-            };
-            reference.iter().enumerate().map(score).collect()
+                match (row, of_chunk.1.get(i)) {
+                    (ReferenceRow::Stored(r), Some(t)) => Ok(r.score_stored(t)),
+                    _ => expect(i, n, &test.engine).and(Err(MeasureError::Options(
+                        "a top-k file under test needs a top-k file as the reference".into(),
+                    ))),
+                }
+            })
         }
+        Rows::Llama(file) => each(&mut |chunk, i, row| {
+            let own = file.row(chunk, i)?.log_probs();
+            let t = target(chunks, chunk, i);
+            match row {
+                ReferenceRow::Coded(row, _) if options.llama_compat => Ok(row.score_log_probs(&own, t)),
+                ReferenceRow::Coded(_, log_probs) => Ok(score_log_probs(log_probs, &own, valid, t)),
+                ReferenceRow::Full(row) => Ok(row.score_log_probs(&own, t)),
+                ReferenceRow::Stored(_) => {
+                    Err(MeasureError::Options("a top-k reference holds no tail".into()))
+                }
+            }
+        }),
     }
 }

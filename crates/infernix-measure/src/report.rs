@@ -1,11 +1,13 @@
 //! What a comparison reports: JSON (keys of docs/kld.md), a table for people, Markdown for a card.
 
+use crate::bench::machine::Machine;
 use crate::bootstrap::{Draws, Interval};
 use crate::error::Result;
 use crate::kld::{KldOptions, Reference, Rows, Test, mean};
 use crate::llama::Printout;
 use crate::row::RowScore;
-use crate::stats::{Estimate, Percentiles, Precision, Stats, stats};
+use crate::source::Drafting;
+use crate::stats::{Estimate, Percentiles, Precision, Stats, percentile, stats};
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -40,6 +42,58 @@ pub struct PathReport {
     pub times_rounding: Option<f64>,
     /// Its interval, both resampled together.
     pub times_rounding_ci: Option<Interval>,
+    /// What plots show.
+    pub curves: Curves,
+    /// What drafting did in this process, where rows came from decode rounds.
+    pub drafting: Option<Drafting>,
+}
+
+/// The shape of a distribution of KLD: where in the context it lies, and how it is spread.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Curves {
+    /// Tokens of context and mean KLD of the rows around.
+    pub position: Vec<(f64, f64)>,
+    /// Fraction of rows at or below, and that percentile.
+    pub quantile: Vec<(f64, f64)>,
+}
+
+/// Points of the position curve.
+const BINS: usize = 16;
+/// Fractions of the quantile curve: a plain grid, and the tail in steps of about a factor of 2.
+const FRACTIONS: [f64; 18] =
+    [0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0];
+
+impl Curves {
+    fn new(rows: &[RowScore], per_chunk: usize, first_row: usize) -> Self {
+        let bins = BINS.min(per_chunk);
+        let edge = |b: usize| b * per_chunk / bins;
+        let position = (0..bins).map(|b| {
+            let own = edge(b)..edge(b + 1);
+            let kld = |c: &[RowScore]| c[own.clone()].iter().map(|r| r.kld).sum::<f64>();
+            let sum: f64 = rows.chunks_exact(per_chunk).map(kld).sum();
+            let n = (own.len() * (rows.len() / per_chunk)).max(1) as f64;
+            // A row at position j has j + 1 tokens of context.
+            let middle = first_row as f64 + (own.start + own.end - 1) as f64 / 2.0 + 1.0;
+            (middle, sum / n)
+        });
+        let mut sorted: Vec<f64> = rows.iter().map(|r| r.kld).collect();
+        sorted.sort_by(f64::total_cmp);
+        let quantile = FRACTIONS.iter().map(|f| (*f, percentile(&sorted, *f)));
+        Self { position: position.collect(), quantile: quantile.collect() }
+    }
+
+    fn json(&self) -> Value {
+        json!({ "position": self.position, "quantile": self.quantile })
+    }
+}
+
+/// What a run has gathered.
+pub(crate) struct Measured<'a> {
+    pub tests: &'a [Test],
+    pub engines: Vec<Value>,
+    pub drafting: Vec<Option<Drafting>>,
+    pub scores: Vec<Vec<RowScore>>,
+    pub elapsed: Duration,
 }
 
 /// The yardstick: every rounding of the reference made random.
@@ -55,6 +109,8 @@ pub struct RoundingReport {
     pub stats: Stats,
     /// Interval of the mean.
     pub kld_ci: Option<Interval>,
+    /// What plots show.
+    pub curves: Curves,
 }
 
 /// A finished comparison.
@@ -80,11 +136,9 @@ impl KldReport {
         options: &KldOptions,
         reference: &Reference,
         description: Value,
-        tests: &[Test],
-        engines: Vec<Value>,
-        scores: Vec<Vec<RowScore>>,
-        elapsed: Duration,
+        measured: Measured<'_>,
     ) -> Result<Self> {
+        let Measured { tests, engines, drafting, scores, elapsed } = measured;
         let chunks = &options.chunks;
         let per_chunk = chunks.rows().len();
         let draws = Draws::new(chunks.count, options.resamples, options.seed);
@@ -107,11 +161,12 @@ impl KldReport {
                 top1: mean(&all, same),
                 stats: stats(&all, precision),
                 kld_ci: draws.mean(&yardstick, per_chunk),
+                curves: Curves::new(&all, per_chunk, chunks.rows().start),
             }
         });
 
         let mut paths = Vec::new();
-        for ((test, rows), engine) in tests.iter().zip(&scores).zip(engines) {
+        for (((test, rows), engine), drafting) in tests.iter().zip(&scores).zip(engines).zip(drafting) {
             if test.rounding().is_some() {
                 continue;
             }
@@ -138,6 +193,8 @@ impl KldReport {
                 top1_ci: draws.mean(&sums(rows, per_chunk, same), per_chunk),
                 times_rounding: times,
                 times_rounding_ci: times.and_then(|_| draws.ratio(&kld, &yardstick)),
+                curves: Curves::new(rows, per_chunk, chunks.rows().start),
+                drafting,
                 stats: s,
             });
         }
@@ -161,6 +218,7 @@ impl KldReport {
                 "KLD over ids whose reference ln p is above -16, as llama.cpp's file holds them".into(),
             );
         }
+        let machine = Machine::this();
         let run = json!({
             "chunks": chunks.count,
             "chunks_available": chunks.available,
@@ -173,6 +231,8 @@ impl KldReport {
             "corpus": { "name": chunks.corpus, "blake3": chunks.corpus_blake3, "tokens_blake3": chunks.tokens_blake3() },
             "bootstrap": { "unit": "chunk", "resamples": options.resamples, "seed": options.seed, "level": 0.95 },
             "reference": description,
+            "machine": { "cpu": machine.cpu, "cores": machine.cores, "memory_bytes": machine.memory,
+                "system": machine.system },
             "seconds": elapsed.as_secs_f64(),
         });
         let run = if let Value::Object(run) = run { run } else { Map::new() };
@@ -195,12 +255,27 @@ impl KldReport {
                 "mean_kld_ci": r.kld_ci,
                 "top1": r.top1,
                 "kld_percentiles": percentiles(&r.stats.kld_percentiles),
+                "curves": r.curves.json(),
                 "per_seed": r.seeds.iter().map(|s| json!({ "seed": s.0, "mean_kld": s.1, "top1": s.2 })).collect::<Vec<_>>(),
             })
         });
         out.insert("rounding".into(), rounding.unwrap_or(Value::Null));
         out.insert("notes".into(), self.notes.clone().into());
         Value::Object(out)
+    }
+
+    /// What must be said beside the figures of decode paths.
+    fn drafting_text(&self) -> Option<String> {
+        let of = |p: &PathReport| {
+            let d = p.drafting.filter(|d| d.rounds > 0)?;
+            let per_round = (d.rounds + d.accepted) as f64 / d.rounds as f64;
+            Some(format!(
+                "{}: {} of {} drafts accepted, {per_round:.2} tokens a round",
+                p.engine, d.accepted, d.drafted
+            ))
+        };
+        let all: Vec<String> = self.paths.iter().filter_map(of).collect();
+        (!all.is_empty()).then(|| format!("decode rounds: {}", all.join("; ")))
     }
 
     /// A table for a terminal.
@@ -223,7 +298,7 @@ impl KldReport {
             }
             let _ = writeln!(out, "{}", line.trim_end());
         }
-        for note in &self.notes {
+        for note in self.drafting_text().iter().chain(&self.notes) {
             let _ = writeln!(out, "note: {note}");
         }
         out
@@ -268,7 +343,7 @@ impl KldReport {
             let share = 100.0 * r.top1;
             rows.push(vec![
                 "—".into(),
-                format!("honest rounding, {} seeds", r.seeds.len()),
+                format!("honest rounding, {}", seeds(r.seeds.len())),
                 bracket(format!("{:.6}", r.mean_kld), r.kld_ci, 6),
                 "1".into(),
                 format!("{:.4}", of(&r.stats.kld_percentiles, "99.9")),
@@ -295,6 +370,11 @@ impl KldReport {
         }
         rows
     }
+}
+
+/// `1 seed`, `3 seeds`.
+pub(crate) fn seeds(n: usize) -> String {
+    format!("{n} seed{}", if n == 1 { "" } else { "s" })
 }
 
 const HEAD: [&str; 7] =
@@ -341,6 +421,8 @@ fn path_json(p: &PathReport) -> Value {
         "correlation": s.correlation,
         "ln_ppl_ratio": estimate(s.ln_ratio),
         "ppl_difference": estimate(s.difference),
+        "curves": p.curves.json(),
+        "drafting": p.drafting.map(|d| json!({ "rounds": d.rounds, "drafted": d.drafted, "accepted": d.accepted })),
         "delta_p": {
             "mean": estimate(s.p_diff),
             "rms": estimate(s.p_diff_rms),

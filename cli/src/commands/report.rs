@@ -1,0 +1,27 @@
+//! `infernix report`: reports of several engines and machines on one page.
+
+use crate::Outcome;
+use crate::args::ReportArgs;
+use crate::output;
+use anyhow::Context as _;
+use infernix_measure::page;
+
+pub(crate) fn run(args: &ReportArgs) -> anyhow::Result<Outcome> {
+    if args.output.extension().is_none_or(|e| e != "html") {
+        return Err(output::usage("--output takes a name that ends in .html"));
+    }
+    let mut documents = Vec::new();
+    for path in &args.files {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        documents.push((name, super::files::read_json(path)?));
+    }
+    let page = page(&args.title, &documents)?;
+    if let Some(folder) = &args.plots {
+        std::fs::create_dir_all(folder).with_context(|| format!("{} cannot be created", folder.display()))?;
+        for (name, svg) in &page.plots {
+            output::write_report(&folder.join(name), svg)?;
+        }
+    }
+    output::write_report(&args.output, &page.html)?;
+    Ok(Outcome::Done)
+}
