@@ -235,3 +235,10 @@ impl Shard {
         self.tensors.get_mut(name).unwrap_or_else(|| panic!("{name} is in the shard"))
     }
 }
+
+/// Says why a test does nothing.
+#[allow(clippy::print_stderr, reason = "says why a test is skipped")]
+#[allow(clippy::allow_attributes, reason = "an unused expectation would itself be a warning in some suites")]
+pub(crate) fn skipped(missing: &Path) {
+    eprintln!("skipped: {} is not here", missing.display());
+}

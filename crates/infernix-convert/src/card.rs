@@ -40,7 +40,7 @@ pub fn card(inputs: &CardInputs<'_>) -> Result<String, ConvertError> {
     requirements(&mut out, &census, inputs.artifact, table.as_ref());
     let entry = file_name(inputs.artifact.path());
     let _ = write!(out, "\n## Run\n\n```sh\ninfernix run {entry} -p \"Hello\"\n```\n");
-    measurements(&mut out, inputs.measurements);
+    measurements(&mut out, inputs.artifact, inputs.measurements)?;
     provenance(&mut out, inputs, directory);
     out.push_str(
         "\n## License\n\nThe weights keep the license of the repositories they come from; read it there before use.\n",
@@ -239,13 +239,21 @@ fn requirements(out: &mut String, census: &Census, artifact: &Artifact, table: O
     );
 }
 
-fn measurements(out: &mut String, files: &[(String, Value)]) {
+fn measurements(
+    out: &mut String,
+    artifact: &Artifact,
+    files: &[(String, Value)],
+) -> Result<(), ConvertError> {
     out.push_str("\n## Quality and performance\n\n");
     if files.is_empty() {
         out.push_str("No measurement files were given.\n");
-        return;
+        return Ok(());
     }
     for (file, document) in files {
+        if document["command"] == "kld" {
+            quality(out, artifact, file, document)?;
+            continue;
+        }
         let _ = writeln!(out, "From `{file}`:\n\n| | |\n|---|---|");
         let mut rows = Vec::new();
         scalars(document, "", &mut rows);
@@ -257,6 +265,73 @@ fn measurements(out: &mut String, files: &[(String, Value)]) {
         }
         out.push('\n');
     }
+    Ok(())
+}
+
+/// The table of a `kld --json` document about this artifact.
+fn quality(out: &mut String, artifact: &Artifact, file: &str, d: &Value) -> Result<(), ConvertError> {
+    let reference = &d["reference"];
+    let made_of = reference["artifact_id"].as_str().or_else(|| reference["model"]["artifact_id"].as_str());
+    let id = artifact.artifact_id().to_string();
+    if made_of != Some(id.as_str()) {
+        let reason =
+            format!("{file} measures against artifact {}, this one is {id}", made_of.unwrap_or("unknown"));
+        return Err(ConvertError::Verify { path: artifact.path().to_owned(), reason });
+    }
+    let count = |k: &str| grouped(d[k].as_u64().unwrap_or(0));
+    let _ = write!(
+        out,
+        "Distance from the exact model (`{file}`): KL divergence from the lossless route on the same weights, 16-bit \
+         activations, BF16 KV. Text {}, {} chunks of {} tokens, {} rows; 95 % intervals by resampling chunks. × rounding \
+         divides by what rounding alone costs this model.\n\n\
+         | path | engine | mean KLD | × rounding | KLD 99.9 % | top-1 | PPL vs reference |\n\
+         |---|---|---:|---:|---:|---:|---:|\n",
+        d["corpus"]["name"].as_str().unwrap_or("?").replace('|', "\\|"),
+        count("chunks"),
+        count("ctx"),
+        count("rows")
+    );
+    let number = |v: &Value, text: &dyn Fn(f64) -> String| v.as_f64().map_or("—".into(), text);
+    let ranged = |v: &Value, ci: &Value, text: &dyn Fn(f64) -> String| match (ci[0].as_f64(), ci[1].as_f64())
+    {
+        (Some(a), Some(b)) => format!("{} [{}, {}]", number(v, text), text(a), text(b)),
+        _ => number(v, text),
+    };
+    let six = |v: f64| format!("{v:.6}");
+    let four = |v: f64| format!("{v:.4}");
+    let two = |v: f64| format!("{v:.2}");
+    let share = |v: f64| format!("{:.2}", 100.0 * v);
+    let signed = |v: f64| format!("{v:+.3}");
+    let r = &d["rounding"];
+    if !r.is_null() {
+        let seeds = r["seeds"].as_array().map_or(0, Vec::len);
+        let _ = writeln!(
+            out,
+            "| — | honest rounding, seeds: {seeds} | {} | 1 | {} | {} % | |",
+            ranged(&r["mean_kld"], &r["mean_kld_ci"], &six),
+            number(&r["kld_percentiles"]["99.9"], &four),
+            number(&r["top1"], &share),
+        );
+    }
+    for p in d["paths"].as_array().into_iter().flatten() {
+        let text = |k: &str| p[k].as_str().unwrap_or("?").replace('|', "\\|");
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {} | {} | {} % | {} % |",
+            text("path"),
+            text("engine"),
+            ranged(&p["mean_kld"], &p["mean_kld_ci"], &six),
+            ranged(&p["times_rounding"], &p["times_rounding_ci"], &two),
+            number(&p["kld_percentiles"]["99.9"], &four),
+            ranged(&p["top1"], &p["top1_ci"], &share),
+            ranged(&p["ppl_ratio_pct"], &p["ppl_ratio_ci"], &signed),
+        );
+    }
+    for note in d["notes"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+        let _ = writeln!(out, "\n{note}.");
+    }
+    out.push('\n');
+    Ok(())
 }
 
 /// Numbers and texts of a document with their paths.

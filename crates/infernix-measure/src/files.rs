@@ -64,3 +64,18 @@ pub(crate) fn check_space(path: &Path, size: u64) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_disk_cannot_hold_is_refused_with_both_sizes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.kld");
+        let e = check_space(&path, u64::MAX).unwrap_err().to_string();
+        assert!(e.contains("a.kld") && e.contains(&u64::MAX.to_string()) && e.contains("free"), "{e}");
+        check_space(&path, 1).unwrap();
+        assert!(!path.exists());
+    }
+}

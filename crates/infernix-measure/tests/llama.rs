@@ -5,7 +5,11 @@
     reason = "says why a test is skipped, and shows the printout where one fails"
 )]
 
-use infernix_measure::{KldReport, StoredFile, compare};
+use infernix_measure::llama::BaseFile;
+use infernix_measure::{
+    Call, Chunks, KldOptions, KldReport, LogitsSource, Path, Reference, Result, Rows, Sink, StoredFile, Test,
+    compare, kld,
+};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
@@ -106,4 +110,56 @@ fn files_of_different_texts_are_refused_by_name_and_place() {
     assert!(e.contains("llamacpp-native-c64.kld") && e.contains("1 of 128") && e.contains("1 of 64"), "{e}");
     let StoredFile::Llama(f) = StoredFile::open(&a).unwrap() else { panic!("a base file") };
     assert_eq!((f.header().ctx, f.header().vocab, f.header().rows_per_chunk()), (128, 4096, 63));
+}
+
+/// Logits by a formula that is exact in f32; `.0` tells the two models apart.
+struct Formula(usize);
+
+const VOCAB: usize = 50;
+
+impl LogitsSource for Formula {
+    fn vocab(&self) -> usize {
+        VOCAB
+    }
+
+    fn describe(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
+
+    fn rows(&mut self, call: &Call<'_>, sink: &mut Sink<'_>) -> Result<()> {
+        let c = call.stream as usize;
+        (0..call.rows.len()).try_for_each(|i| {
+            let logit = |v: usize| {
+                let x = (c * 977 + i * 131 + v * v * 7 + v * 31 + i * v * 3) % 1301;
+                let d = (v * 17 + i * 5 + c) % 23;
+                x as f32 / 64.0 + self.0 as f32 * (d as f32 - 11.0) / 32.0
+            };
+            sink(i, &(0..VOCAB).map(logit).collect::<Vec<_>>())
+        })
+    }
+}
+
+/// `printed_by_llama.txt` is the printout of llama.cpp's own functions (0c1e570, one thread) over both sets of these
+/// logits, the first one through its base file.
+#[test]
+fn llama_cpp_s_own_functions_print_the_same_to_the_last_digit() {
+    let tokens: Vec<u32> = (0..512).map(|i| i * 7 % 50).collect();
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = KldOptions::new(Chunks::new("formula", b"", &tokens, 64, None).unwrap(), VOCAB);
+    options.llama_compat = true;
+    options.save_base = Some(dir.path().join("a.kld"));
+    options.group = 3;
+    let tests = || {
+        let rows = Rows::Source { index: 1, path: Path::Prompt, rounding: None };
+        vec![Test { engine: "test".into(), rows }]
+    };
+    let off = AtomicBool::new(false);
+    let (mut a, mut b) = (Formula(0), Formula(1));
+    let live =
+        kld(&options, &mut [&mut a, &mut b], Reference::Source(0), tests(), &mut |_| {}, &off).unwrap();
+    assert_eq!(live.to_llama_text(), include_str!("printed_by_llama.txt"));
+    let base = Reference::Llama(BaseFile::open(&dir.path().join("a.kld")).unwrap());
+    options.save_base = None;
+    let stored = kld(&options, &mut [&mut a, &mut b], base, tests(), &mut |_| {}, &off).unwrap();
+    assert_eq!(stored.to_llama_text(), include_str!("printed_by_llama.txt"));
 }

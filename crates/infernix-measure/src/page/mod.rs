@@ -128,9 +128,12 @@ fn comparison(out: &mut String, plots: &mut Vec<(String, String)>, group: &[(&st
         count("rows"),
         reference_text(&first["reference"])
     );
+    let several = group.len() > 1;
+    // The last column says which file; one file needs none.
+    let columns = if several { 8 } else { 7 };
     let head =
         ["path", "engine", "mean KLD", "× rounding", "KLD 99.9 %", "top-1", "PPL vs reference", "file"];
-    row(out, "th", 2, &head.map(String::from));
+    row(out, "th", 2, &head.map(String::from)[..columns]);
     let plain = |v: f64| format!("{v:.6}");
     let share = |v: f64| format!("{:.2} %", 100.0 * v);
     let yardstick = group.iter().find_map(|(_, d)| d["rounding"]["mean_kld"].as_f64().filter(|v| *v > 0.0));
