@@ -44,6 +44,9 @@ pub struct PathReport {
     pub times_rounding_ci: Option<Interval>,
     /// What plots show.
     pub curves: Curves,
+    /// How much more (or less) than the first engine on the same path: its name, the difference of mean KLD, and the
+    /// interval of the difference, both resampled together. Sees what two overlapping intervals do not.
+    pub rise: Option<(String, f64, Option<Interval>)>,
     /// What drafting did in this process, where rows came from decode rounds.
     pub drafting: Option<Drafting>,
 }
@@ -165,12 +168,22 @@ impl KldReport {
             }
         });
 
+        // The first engine of each path, with its sums: what later ones are compared with, chunk by chunk.
+        let mut firsts: Vec<(&'static str, &str, Vec<f64>)> = Vec::new();
         let mut paths = Vec::new();
         for (((test, rows), engine), drafting) in tests.iter().zip(&scores).zip(engines).zip(drafting) {
             if test.rounding().is_some() {
                 continue;
             }
             let kld = sums(rows, per_chunk, |r| r.kld);
+            let rise = firsts.iter().find(|f| f.0 == test.path()).map(|(_, engine, first)| {
+                let more: Vec<f64> = kld.iter().zip(first).map(|(a, b)| a - b).collect();
+                let value = more.iter().sum::<f64>() / (chunks.count * per_chunk) as f64;
+                ((*engine).to_owned(), value, draws.mean(&more, per_chunk))
+            });
+            if rise.is_none() {
+                firsts.push((test.path(), &test.engine, kld.clone()));
+            }
             let delta = sums(rows, per_chunk, |r| r.nll_test - r.nll_reference);
             let n = (chunks.count * per_chunk) as f64;
             let pct = |mean: f64| 100.0 * mean.exp_m1();
@@ -194,6 +207,7 @@ impl KldReport {
                 times_rounding: times,
                 times_rounding_ci: times.and_then(|_| draws.ratio(&kld, &yardstick)),
                 curves: Curves::new(rows, per_chunk, chunks.rows().start),
+                rise,
                 drafting,
                 stats: s,
             });
@@ -278,6 +292,17 @@ impl KldReport {
         (!all.is_empty()).then(|| format!("decode rounds: {}", all.join("; ")))
     }
 
+    /// Paired differences from the first engine.
+    fn rise_text(&self) -> Vec<String> {
+        let of = |p: &PathReport| {
+            let (over, value, ci) = p.rise.as_ref()?;
+            let [a, b] = (*ci)?;
+            let (path, engine) = (&p.path, &p.engine);
+            Some(format!("{path}: {engine} less {over}, chunk by chunk: {value:+.6} [{a:+.6}, {b:+.6}]"))
+        };
+        self.paths.iter().filter_map(of).collect()
+    }
+
     /// A table for a terminal.
     pub fn to_text(&self) -> String {
         let get = |k: &str| self.run.get(k).and_then(Value::as_u64).unwrap_or(0);
@@ -298,7 +323,7 @@ impl KldReport {
             }
             let _ = writeln!(out, "{}", line.trim_end());
         }
-        for note in self.drafting_text().iter().chain(&self.notes) {
+        for note in self.rise_text().iter().chain(&self.drafting_text()).chain(&self.notes) {
             let _ = writeln!(out, "note: {note}");
         }
         out
@@ -422,6 +447,7 @@ fn path_json(p: &PathReport) -> Value {
         "ln_ppl_ratio": estimate(s.ln_ratio),
         "ppl_difference": estimate(s.difference),
         "curves": p.curves.json(),
+        "rise": p.rise.as_ref().map(|(over, value, ci)| json!({ "over": over, "mean_kld": value, "mean_kld_ci": ci })),
         "drafting": p.drafting.map(|d| json!({ "rounds": d.rounds, "drafted": d.drafted, "accepted": d.accepted })),
         "delta_p": {
             "mean": estimate(s.p_diff),

@@ -84,7 +84,7 @@ fn run(count: usize, sources: &mut [&mut dyn LogitsSource], tests: Vec<Test>) ->
     kld(&options, sources, Reference::Source(0), tests, &mut |_| {}, &AtomicBool::new(false)).unwrap()
 }
 
-/// Values of a whole vector's bytes, changed in one weight of an otherwise sound model.
+/// An otherwise sound model with one weight's bytes changed.
 struct Planted {
     sound: ArtifactSource,
     name: &'static str,
@@ -104,7 +104,7 @@ impl WeightSource for Planted {
     fn contains(&self, name: &str) -> bool {
         self.sound.contains(name)
     }
-    fn weight(&self, name: &str) -> Result<WeightData, EngineError> {
+    fn weight(&self, name: &str) -> std::result::Result<WeightData, EngineError> {
         let mut weight = self.sound.weight(name)?;
         if name == self.name {
             let bytes = (self.edit)(&weight);
@@ -239,6 +239,6 @@ fn one_expert_with_gate_and_up_exchanged_is_seen_on_the_cpu_backend() {
     let mut c = DriverSource::new(&mut c, json!({}));
     let tests = vec![test("sound", 1, Path::Prompt, None), test("planted", 2, Path::Prompt, None)];
     let report = run(6, &mut [&mut exact(&mut a), &mut b, &mut c], tests);
-    let ([_, sound], [planted, _]) = (report.paths[0].kld_ci.unwrap(), report.paths[1].kld_ci.unwrap());
-    assert!(planted > sound, "an interval above that of the sound engine: from {planted}, up to {sound}");
+    let (over, more, interval) = report.paths[1].rise.clone().unwrap();
+    assert!(over == "sound" && more > 0.0 && interval.unwrap()[0] > 0.0, "{more} in {interval:?}");
 }

@@ -1,6 +1,7 @@
 //! Plots as SVG text: lines over a scale or over categories, and bars with whiskers.
 //!
-//! Colours are those of Okabe and Ito, told apart by people with any colour vision; lines differ in dashes too.
+//! Colours are those of Okabe and Ito, told apart by people with any colour vision; lines differ in dashes too, so that
+//! equal ones (prompt and decode of a backend that does not tell them apart) show both.
 
 use std::fmt::Write as _;
 
@@ -118,7 +119,7 @@ fn legend(out: &mut String, names: &[&str], from: f64) -> f64 {
             y - 4.0,
             LEFT + 28.0,
             COLOURS[i % COLOURS.len()],
-            DASHES[i / COLOURS.len() % DASHES.len()],
+            DASHES[i % DASHES.len()],
             LEFT + 36.0,
             y,
             escape(name)
@@ -214,7 +215,7 @@ pub(super) fn lines(
             out,
             "<path d=\"{path}\" fill=\"none\" stroke=\"{}\" stroke-width=\"2\" stroke-dasharray=\"{}\"/>",
             COLOURS[i % COLOURS.len()],
-            DASHES[i / COLOURS.len() % DASHES.len()]
+            DASHES[i % DASHES.len()]
         );
     }
     legend(&mut out, &names, HEIGHT + 10.0);
