@@ -279,20 +279,21 @@ fn state(c: &mut Criterion) {
         kv: KvFormat::Bf16,
     };
     b.allocate(&layout).expect("a small state");
-    let vector = |b: &mut CpuBackend, n: usize| {
-        let bytes = Arc::new(vec![0u8; 2 * n]);
-        let shape = vec![n as u64];
+    let zeros = |b: &mut CpuBackend, shape: Vec<u64>| {
+        let bytes = Arc::new(vec![0u8; 2 * shape.iter().product::<u64>() as usize]);
+        let rows = if shape.len() < 2 { 1 } else { shape[0] };
         let part = WeightPart {
             format: Format::Bf16,
             layout: Layout::ContiguousLeV1,
             shape: shape.clone(),
             bytes,
-            rows: 0..1,
+            rows: 0..rows,
         };
         let spec = WeightSpec { name: "bench".into(), activation: Activation::A16, input_scale: None };
-        b.weight(&spec, WeightData { shape, parts: vec![part] }).expect("a vector")
+        b.weight(&spec, WeightData { shape, parts: vec![part] }).expect("legal zeros")
     };
-    let (a_log, dt) = (vector(&mut b, 48), vector(&mut b, 48));
+    let (a_log, dt) = (zeros(&mut b, vec![48]), zeros(&mut b, vec![48]));
+    let conv = zeros(&mut b, vec![gdn.channels() as u64, 4]);
     let mut g = c.benchmark_group("state");
     g.sample_size(10).measurement_time(Duration::from_millis(600)).warm_up_time(Duration::from_millis(100));
     for rows in [1usize, 64] {
@@ -301,11 +302,12 @@ fn state(c: &mut Criterion) {
         };
         let (u, a) = (some(&mut b, gdn.channels()), some(&mut b, 48));
         g.throughput(Throughput::Elements(rows as u64));
-        g.bench_function(BenchmarkId::new("delta rule", rows), |bench| {
+        g.bench_function(BenchmarkId::new("convolution and delta rule", rows), |bench| {
             bench.iter(|| {
                 // One row as a decode round: recorded, and folded by its commit.
                 let kind = if rows == 1 { CallKind::Decode } else { CallKind::Prefill };
                 let keys = round(&mut b, kind, rows, 0);
+                black_box(b.gdn_conv(0, &u, &conv, at(&keys)));
                 black_box(b.gdn(0, &u, &a, &a, &a_log, &dt, at(&keys)));
                 if rows == 1 {
                     b.commit(0, Part::Target, 1).expect("one recorded column");
