@@ -95,8 +95,7 @@ impl Loading {
     }
 
     fn for_needs(open: &OpenModel, needs: Needs) -> Self {
-        let mut loading =
-            Loading { tokens: needs.tokens, sequences: needs.sequences, ..Loading::new(open) };
+        let mut loading = Loading { tokens: needs.tokens, sequences: needs.sequences, ..Loading::new(open) };
         loading.load.drafter = needs.drafter;
         loading
     }

@@ -49,7 +49,8 @@ fn chunks(count: usize) -> Chunks {
 }
 
 fn driver<B: Backend>(backend: B, source: &dyn WeightSource, activations: ActivationPolicy) -> Driver<B> {
-    let options = LoadOptions { drafter: source.has_component(Component::Mtp), activations };
+    let drafter = source.has_component(Component::Mtp);
+    let options = LoadOptions { drafter, activations, ..LoadOptions::default() };
     let model = load(backend, source, options).unwrap();
     let ngram = open_ngram(&artifact(), None, NgramOptions::default()).unwrap().map(|n| n.0);
     let options = DriverOptions { tokens: 2 * CTX + 16, sequences: 2, ..DriverOptions::default() };
