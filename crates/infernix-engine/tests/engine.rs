@@ -134,7 +134,7 @@ fn random_scripts_give_the_texts_of_cold_plain_runs() {
                 },
                 ..EngineOptions::default()
             };
-            let tokens = if round == 1 { 64 * 12 } else { 4096 };
+            let tokens = if round == 1 { 64 * 3 } else { 4096 };
             let engine = Engine::start(options, case.make(tokens, lanes)).unwrap();
             let mut texts: Vec<Vec<u32>> = Vec::new();
             let mut open = Vec::new();
@@ -148,7 +148,7 @@ fn random_scripts_give_the_texts_of_cold_plain_runs() {
                     }
                 };
                 prompt.extend(case.ids(dice, 20 + (dice >> 16) as usize % 120));
-                prompt.truncate(400);
+                prompt.truncate(250);
                 let sampling = if dice >> 24 & 1 == 0 {
                     SamplerOptions::default()
                 } else {

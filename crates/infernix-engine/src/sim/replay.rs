@@ -100,7 +100,9 @@ pub fn replay(trace: &Trace, options: &ReplayOptions) -> Result<Replayed, Engine
             s.advance(Duration::from_secs_f64(trace.requests[next].at - begin));
         }
         let now = s.now();
-        while let Some(r) = trace.requests.get(next).filter(|r| r.at - begin <= now.as_secs_f64()) {
+        // The clock has nanoseconds: what was due at the time it was set to must not come out as later.
+        let due = now.as_secs_f64() + 1e-6;
+        while let Some(r) = trace.requests.get(next).filter(|r| r.at - begin <= due) {
             if r.prompt.len() + r.output.len() + 1 > limit {
                 return Err(EngineError::Request(format!(
                     "request {next} has {} tokens, {limit} fit; give more KV pages",
