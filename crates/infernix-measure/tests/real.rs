@@ -134,12 +134,12 @@ fn one_ulp(weight: &WeightData) -> Vec<u8> {
     bytes
 }
 
-/// Expert 0's up matrix where its gate belongs, and the other way round.
-fn swapped_expert(weight: &WeightData) -> Vec<u8> {
+/// One expert's up matrix where its gate belongs, and the other way round.
+fn swapped_expert<const E: u64>(weight: &WeightData) -> Vec<u8> {
     let part = &weight.parts[0];
     let mut bytes = (*part.bytes).as_ref().to_vec();
     let shape = BankShape::new(part.layout, &part.shape).unwrap();
-    let record = shape.record(0);
+    let record = shape.record(E);
     let record = record.start as usize..record.end as usize;
     let planes = ExpertMatrix::ALL.map(|m| {
         let (n, k) = shape.matrix(m);
@@ -149,7 +149,7 @@ fn swapped_expert(weight: &WeightData) -> Vec<u8> {
     });
     let plane = |i: usize| Nvfp4Planes { codes: &planes[i].0, scales: &planes[i].1 };
     pack_nvfp4(&shape, plane(1), plane(0), plane(2), &mut bytes[record]).unwrap();
-    let globals = shape.record(shape.experts).start as usize;
+    let globals = shape.record(shape.experts).start as usize + 12 * E as usize;
     let (gate, up) = bytes[globals..globals + 8].split_at_mut(4);
     gate.swap_with_slice(up);
     bytes
@@ -222,18 +222,28 @@ fn the_cpu_backend_is_as_close_as_honest_rounding_on_both_paths_and_a8_costs() {
 fn one_unit_in_the_last_place_of_one_norm_weight_is_seen() {
     let source = sound();
     let planted = Planted { sound: sound(), name: "text/layers/3/attn_hc/norm", edit: one_ulp };
-    let (mut a, mut b) = (lossless(&source), lossless(&planted));
-    let tests = vec![test("planted", 1, Path::Prompt, None), test("sound", 0, Path::Prompt, None)];
-    let report = run(4, &mut [&mut exact(&mut a), &mut exact(&mut b)], tests);
-    let [low, _] = report.paths[0].kld_ci.unwrap();
-    assert!(low > 0.0, "{:?}", report.paths[0].kld_ci);
-    assert_eq!(report.paths[1].kld_ci, Some([0.0; 2]));
+    // An expert that a fifteenth of the rows chooses: lossless against lossless nothing is too small.
+    let swapped = Planted { sound: sound(), name: "text/layers/2/moe/experts", edit: swapped_expert::<0> };
+    let (mut a, mut b, mut c) = (lossless(&source), lossless(&planted), lossless(&swapped));
+    let tests = vec![
+        test("one ulp", 1, Path::Prompt, None),
+        test("swapped", 2, Path::Prompt, None),
+        test("sound", 0, Path::Prompt, None),
+    ];
+    let report = run(4, &mut [&mut exact(&mut a), &mut exact(&mut b), &mut exact(&mut c)], tests);
+    for p in &report.paths[..2] {
+        let [low, _] = p.kld_ci.unwrap();
+        assert!(low > 0.0, "{}: {:?}", p.engine, p.kld_ci);
+    }
+    assert_eq!(report.paths[2].kld_ci, Some([0.0; 2]));
 }
 
 #[test]
 fn one_expert_with_gate_and_up_exchanged_is_seen_on_the_cpu_backend() {
     let source = sound();
-    let planted = Planted { sound: sound(), name: "text/layers/2/moe/experts", edit: swapped_expert };
+    // The expert that this text's rows choose most, 932 of 1,536: one chosen rarely costs less than what separates the
+    // backend from the reference.
+    let planted = Planted { sound: sound(), name: "text/layers/7/moe/experts", edit: swapped_expert::<21> };
     let mut a = lossless(&source);
     let (mut b, mut c) = (cpu(&source, ActivationPolicy::A16), cpu(&planted, ActivationPolicy::A16));
     let mut b = DriverSource::new(&mut b, json!({}));
