@@ -15,9 +15,10 @@ const USAGE: &str = "\
 usage: cargo xtask clients [OPTIONS] [CLIENT...]
 
 Drives real clients against a server: a text turn and a tool turn each. Without CLIENTs all that apply.
-Clients: py-openai py-anthropic js-openai js-anthropic codex claude qwen page evaluation constraints
+Clients: py-openai py-anthropic js-openai js-anthropic types openapi page evaluation lm-eval codex claude qwen constraints
+A client whose tools (python3, node and npm, chromium, a package registry) are not there is skipped, with the reason.
 
-  --short           only the SDKs and the page (what CI runs)
+  --short           neither agents nor lm-eval: what CI runs
   --base URL        a running server; without it the scripted one is started (cargo run --example scripted)
   --model NAME      the server's model (default probe-model)
   --demo            the server runs the demo model: only shapes are checked, and agents, whose prompts are longer
@@ -32,14 +33,39 @@ const TOOL: &str = "PROBE-TOOL: run the command echo probe-ok, then say that the
 /// Longest turn.
 const LIMIT: Duration = Duration::from_secs(120);
 
-const NPM: [&str; 3] = ["openai@7.59.0", "@anthropic-ai/sdk@1.14.0", "puppeteer-core@24"];
+const NPM: &[&str] = &["openai@7.59.0", "@anthropic-ai/sdk@1.14.0", "puppeteer-core@24"];
 /// Programs of other makers, run as they are and only where asked for.
-const AGENTS: [&str; 3] =
-    ["@openai/codex@0.171.0", "@qwen-code/qwen-code@0.15.10", "@anthropic-ai/claude-code@2.1.197"];
+const AGENTS: &[&str] =
+    &["@openai/codex@0.171.0", "@qwen-code/qwen-code@0.15.10", "@anthropic-ai/claude-code@2.1.197"];
+const PIP: &[&str] = &["openai==3.57.0", "anthropic==2.14.0", "jsonschema==4.26.0", "schemathesis==4.32.5"];
+/// What lm-eval needs for models behind an address: neither torch nor transformers, which its own list would bring.
+const LM_EVAL: &[&str] = &[
+    "aiohttp",
+    "datasets",
+    "dill",
+    "evaluate",
+    "jinja2",
+    "jsonlines",
+    "more_itertools",
+    "numpy",
+    "pytablewriter",
+    "requests",
+    "rouge-score",
+    "sacrebleu",
+    "scikit-learn",
+    "sqlitedict",
+    "tenacity",
+    "tqdm",
+    "typing_extensions",
+    "word2number",
+    "zstandard",
+];
+const LM_EVAL_ITSELF: &[&str] = &["--no-deps", "lm_eval==0.4.13"];
 const AGENT_NAMES: [&str; 3] = ["codex", "claude", "qwen"];
+/// Clients with one turn of their own.
+const SINGLE: [&str; 6] = ["page", "evaluation", "constraints", "types", "openapi", "lm-eval"];
 /// How they say that a prompt is longer than the context.
 const TOO_LONG: [&str; 3] = ["prompt is too long", "context window", "context holds"];
-const PIP: [&str; 3] = ["openai==3.57.0", "anthropic==2.14.0", "jsonschema==4.26.0"];
 
 #[derive(Debug, Default)]
 struct Options {
@@ -64,9 +90,18 @@ pub(crate) fn run(args: &[String]) -> Result<(), Failure> {
     let scratch = options.scratch.clone().unwrap_or_else(|| root.join("target/clients"));
     std::fs::create_dir_all(&scratch).map_err(|e| failed(format!("{}: {e}", scratch.display())))?;
     let scratch = scratch.canonicalize().map_err(|e| failed(e.to_string()))?;
-    let mut clients: Vec<&str> =
-        vec!["py-openai", "py-anthropic", "js-openai", "js-anthropic", "page", "evaluation"];
+    let mut clients: Vec<&str> = vec![
+        "py-openai",
+        "py-anthropic",
+        "js-openai",
+        "js-anthropic",
+        "types",
+        "openapi",
+        "page",
+        "evaluation",
+    ];
     if !options.short {
+        clients.push("lm-eval");
         clients.extend(AGENT_NAMES);
     }
     if options.demo {
@@ -75,7 +110,7 @@ pub(crate) fn run(args: &[String]) -> Result<(), Failure> {
     if !options.only.is_empty() {
         clients = options.only.iter().map(String::as_str).collect();
     }
-    install(&scratch, clients.iter().any(|c| AGENT_NAMES.contains(c)))?;
+    let started = Instant::now();
     let (base, _server) = match &options.base {
         Some(base) => (base.trim_end_matches('/').to_owned(), None),
         None => {
@@ -84,10 +119,18 @@ pub(crate) fn run(args: &[String]) -> Result<(), Failure> {
         }
     };
     let driver = Driver { options: &options, root, scratch, base };
-    let mut bad = 0;
+    let mut missing = Missing::default();
+    let (mut bad, mut skipped) = (0, 0);
     for client in clients {
-        bad += driver.client(client)?;
+        match driver.missing(client, &mut missing) {
+            None => bad += driver.client(client)?,
+            Some(reason) => {
+                skipped += 1;
+                println!("SKIP {client}: {reason}");
+            }
+        }
     }
+    println!("{bad} turns failed, {skipped} clients skipped, {:.0} s", started.elapsed().as_secs_f64());
     if bad == 0 { Ok(()) } else { Err(failed(format!("{bad} turns failed"))) }
 }
 
@@ -116,21 +159,53 @@ fn parse(args: &[String]) -> Result<Options, Failure> {
     Ok(options)
 }
 
-/// Installs what is missing; a second call finds everything there.
-fn install(scratch: &Path, agents: bool) -> Result<(), Failure> {
-    let python = scratch.join("venv/bin/python");
-    if !python.exists() {
-        quiet(Command::new("python3").args(["-m", "venv", "venv"]).current_dir(scratch))?;
+/// Why tools are not there, each asked for once.
+#[derive(Default)]
+struct Missing(std::collections::BTreeMap<&'static str, Option<String>>);
+
+impl Missing {
+    fn of(&mut self, tool: &'static str, find: impl FnOnce() -> Result<(), Failure>) -> Option<String> {
+        self.0
+            .entry(tool)
+            .or_insert_with(|| match find() {
+                Ok(()) => None,
+                Err(Failure::Failed(why) | Failure::Usage(why)) => {
+                    Some(format!("no {tool}: {}", first_lines(&why)))
+                }
+            })
+            .clone()
     }
-    quiet(Command::new(&python).args(["-m", "pip", "install", "--quiet"]).args(PIP))?;
-    let mut packages: Vec<&str> = NPM.to_vec();
-    if agents {
-        packages.extend(AGENTS);
+}
+
+/// Enough of a message to know what happened.
+fn first_lines(text: &str) -> String {
+    text.lines().filter(|l| !l.trim().is_empty()).take(3).collect::<Vec<_>>().join(" | ")
+}
+
+/// A virtual environment of this name with these packages; a second call finds everything there.
+fn python(scratch: &Path, name: &str, lists: &[&[&str]]) -> Result<(), Failure> {
+    let stamp = scratch.join(format!("{name}.installed"));
+    let wanted = format!("{lists:?}");
+    if std::fs::read_to_string(&stamp).is_ok_and(|there| there == wanted) {
+        return Ok(());
     }
+    let program = scratch.join(name).join("bin/python");
+    if !program.exists() {
+        quiet(Command::new("python3").args(["-m", "venv", name]).current_dir(scratch))?;
+    }
+    for list in lists {
+        let flags = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
+        quiet(Command::new(&program).args(flags).args(*list))?;
+    }
+    std::fs::write(stamp, wanted).map_err(|e| failed(e.to_string()))
+}
+
+/// The same for Node's packages.
+fn node(scratch: &Path, packages: &[&str]) -> Result<(), Failure> {
+    quiet(Command::new("node").arg("--version"))?;
     let stamp = scratch.join("installed");
-    let wanted = packages.join(" ");
     let there = std::fs::read_to_string(&stamp).unwrap_or_default();
-    if packages.iter().all(|p| there.contains(p)) {
+    if packages.iter().all(|p| there.lines().any(|line| line == *p)) {
         return Ok(());
     }
     if !scratch.join("package.json").exists() {
@@ -140,10 +215,10 @@ fn install(scratch: &Path, agents: bool) -> Result<(), Failure> {
     quiet(
         Command::new("npm")
             .args(["install", "--no-audit", "--no-fund", "--loglevel=error"])
-            .args(&packages)
+            .args(packages)
             .current_dir(scratch),
     )?;
-    std::fs::write(stamp, wanted).map_err(|e| failed(e.to_string()))
+    std::fs::write(stamp, there + &packages.join("\n") + "\n").map_err(|e| failed(e.to_string()))
 }
 
 /// Runs a command whose output matters only if it fails.
@@ -196,17 +271,30 @@ struct Driver<'o> {
 }
 
 impl Driver<'_> {
+    /// Why a client cannot be run here.
+    fn missing(&self, client: &str, missing: &mut Missing) -> Option<String> {
+        let scratch = &self.scratch;
+        match client {
+            "lm-eval" => {
+                missing.of("lm-eval", || python(scratch, "venv-lm-eval", &[LM_EVAL, LM_EVAL_ITSELF]))
+            }
+            "page" => missing.of("npm packages", || node(scratch, NPM)).or_else(|| {
+                let browser = std::env::var("CHROMIUM").unwrap_or_else(|_| "/usr/bin/chromium".to_owned());
+                missing.of("chromium", || quiet(Command::new(browser).arg("--version")))
+            }),
+            _ if client.starts_with("js-") => missing.of("npm packages", || node(scratch, NPM)),
+            _ if AGENT_NAMES.contains(&client) => missing.of("agents", || node(scratch, AGENTS)),
+            _ => missing.of("python packages", || python(scratch, "venv", &[PIP])),
+        }
+    }
+
     /// Runs a client's turns; gives the number of those that failed.
     fn client(&self, client: &str) -> Result<u32, Failure> {
         let script = |name: &str| self.root.join("tests/clients").join(name);
         let python = self.scratch.join("venv/bin/python");
         let bin = |name: &str| self.scratch.join("node_modules/.bin").join(name);
         let mut bad = 0;
-        let turns: &[&str] = if matches!(client, "page" | "evaluation" | "constraints") {
-            &["turn"]
-        } else {
-            &["text", "tool"]
-        };
+        let turns: &[&str] = if SINGLE.contains(&client) { &["turn"] } else { &["text", "tool"] };
         for &turn in turns {
             let words = if turn == "tool" { TOOL } else { TEXT };
             let mut command = match client {
@@ -215,6 +303,20 @@ impl Driver<'_> {
                 "js-openai" => with(Path::new("node"), &[&script("openai_sdk.mjs"), Path::new(turn)]),
                 "js-anthropic" => with(Path::new("node"), &[&script("anthropic_sdk.mjs"), Path::new(turn)]),
                 "page" => with(Path::new("node"), &[&script("page.mjs")]),
+                "types" => with(&python, &[&script("sdk_types.py")]),
+                "openapi" => {
+                    let file = self.root.join("docs/openapi.json");
+                    let mut command = with(&self.scratch.join("venv/bin/st"), &[Path::new("run"), &file]);
+                    let checks = "not_a_server_error,status_code_conformance,content_type_conformance,\
+                                  response_schema_conformance";
+                    let examples = if self.options.short { "10" } else { "50" };
+                    command.args(["--url", &self.base, "--checks", checks, "--max-examples", examples]);
+                    command.args(["--phases", "coverage,fuzzing", "--no-color"]);
+                    command
+                }
+                "lm-eval" => {
+                    with(&self.scratch.join("venv-lm-eval/bin/python"), &[&script("lm_eval_task.py")])
+                }
                 "evaluation" => with(&python, &[&script("evaluation.py")]),
                 "constraints" => {
                     let count = self.options.count.unwrap_or(if self.options.short { 20 } else { 500 });
@@ -280,7 +382,11 @@ impl Driver<'_> {
             .spawn()
             .map_err(|e| failed(format!("{command:?}: {e}")))?;
         // The random constraints take as many turns as they are asked for.
-        let limit = if client == "constraints" { LIMIT * 60 } else { LIMIT };
+        let limit = match client {
+            "constraints" => LIMIT * 60,
+            "openapi" | "lm-eval" => LIMIT * 5,
+            _ => LIMIT,
+        };
         let started = Instant::now();
         let status = loop {
             if let Some(status) = child.try_wait().map_err(io)? {
@@ -299,7 +405,7 @@ impl Driver<'_> {
             let all = format!("{said}{complaint}").to_lowercase();
             TOO_LONG.iter().any(|words| all.contains(words))
         } else {
-            let expected = !self.options.demo && !matches!(client, "evaluation" | "constraints");
+            let expected = !self.options.demo && !matches!(client, "evaluation" | "constraints" | "openapi");
             status == Some(0) && (!expected || said.to_lowercase().contains("probe"))
         };
         let mut report = format!(
@@ -310,8 +416,11 @@ impl Driver<'_> {
         if !passed {
             let how = status.map_or("ran out of time".to_owned(), |code| format!("exit {code}"));
             let _ = write!(report, ": {how}\n{}\n{}", tail(&said), tail(&complaint));
-        } else if matches!(client, "constraints" | "evaluation" | "page") {
-            let _ = write!(report, ": {}", said.trim());
+        } else if client == "openapi" {
+            let cases = said.lines().find(|l| l.contains("generated")).unwrap_or_default();
+            let _ = write!(report, ": {}", cases.trim());
+        } else if SINGLE.contains(&client) {
+            let _ = write!(report, ": {}", said.trim().lines().last().unwrap_or_default());
         }
         println!("{report}");
         if let Some(keep) = &self.options.keep {

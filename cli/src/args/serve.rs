@@ -49,6 +49,9 @@ pub(crate) struct HttpArgs {
     /// Port to listen on; 0 takes a free one
     #[arg(long, value_name = "N", default_value_t = 8080)]
     pub(crate) port: u16,
+    /// Also listen here, for those who run the server: drain, cache, metrics; an address and a port
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) admin: Option<String>,
     /// Longest request body
     #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) max_request_mib: u32,
@@ -161,6 +164,12 @@ pub(crate) enum LoopGuard {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Log")]
 pub(crate) struct LogArgs {
+    /// What is said on the console: off, error, warn, info, debug, trace, or a list like info,hyper=debug [default: $RUST_LOG or info]
+    #[arg(long, value_name = "LEVEL", env = "INFERNIX_LOG")]
+    pub(crate) log_level: Option<String>,
+    /// How often the console says what the engine does, while it does something; 0 is never
+    #[arg(long, value_name = "MS", default_value_t = 5_000)]
+    pub(crate) log_stats_interval_ms: u64,
     /// Append one JSON object per event to this file; no prompts, no answers, no keys
     #[arg(long, value_name = "FILE")]
     pub(crate) request_log_jsonl: Option<PathBuf>,

@@ -12,16 +12,20 @@ use infernix_model::{Architecture, LayerKind, ModelConfig};
 use infernix_serve::{ApiKey, App, BUDGET_MESSAGE, LogOptions, ModelInfo, ReasoningLoop, ServeOptions};
 use infernix_text::{ChatFormat, EFFORTS, Family, Sampling};
 use serde_json::Value;
+use std::io::IsTerminal as _;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+use tokio::net::TcpSocket;
 
 /// Context where neither the command line nor the model says less.
 const DEFAULT_CONTEXT: usize = 32_768;
 /// Agents send prompts of 20,000 tokens and more, and read files after that.
 const AGENT_CONTEXT: usize = 65_536;
+/// Connections that may wait to be accepted.
+const BACKLOG: u32 = 1024;
 /// Within this time a second Ctrl-C means it.
 const TWICE: Duration = Duration::from_secs(5);
 
@@ -36,6 +40,19 @@ pub(crate) fn run(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Ou
         )));
     }
     let sampling = sampling(args)?;
+    logging(args.log.log_level.as_deref())?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name("http")
+        .enable_all()
+        .build()
+        .context("the HTTP threads cannot be started")?;
+    // A port that is taken is found before a model is loaded; nobody can connect before it is.
+    let (socket, admin) = {
+        let _runtime = runtime.enter();
+        let admin = admin_socket(args, !keys.is_empty())?;
+        (bound(&addresses).with_context(|| cannot_listen(&args.http.host, args.http.port))?, admin)
+    };
     let mut model_args = args.model.clone();
     if model_args.model.is_none() {
         model_args.model.clone_from(&args.config_model);
@@ -79,20 +96,23 @@ pub(crate) fn run(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Ou
     let id = info.id.clone();
     let app = App::new(Arc::new(engine) as Arc<dyn EngineApi>, Arc::new(format), info, options)
         .with_context(|| "the server cannot start (request log or grammars)")?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .thread_name("http")
-        .enable_all()
-        .build()
-        .context("the HTTP threads cannot be started")?;
     runtime.block_on(async {
-        let listener = tokio::net::TcpListener::bind(&*addresses)
-            .await
-            .with_context(|| format!("{}:{} cannot be listened on", args.http.host, args.http.port))?;
+        let listener =
+            socket.listen(BACKLOG).with_context(|| cannot_listen(&args.http.host, args.http.port))?;
         let address = listener.local_addr().context("the address is not known")?;
+        let admin = match admin {
+            None => None,
+            Some((socket, loopback)) => {
+                let listener =
+                    socket.listen(BACKLOG).context("the address of --admin cannot be listened on")?;
+                let address = listener.local_addr().context("the address is not known")?;
+                output::note(&format!("admin: http://{address}"));
+                Some((listener, infernix_serve::admin_router(&app, loopback)))
+            }
+        };
         SERVING.store(true, Ordering::SeqCst);
         output::note(&format!("{id} at http://{address}"));
-        infernix_serve::serve(Arc::clone(&app), listener, stop(&app)).await.context("serving failed")
+        infernix_serve::serve(Arc::clone(&app), listener, admin, stop(&app)).await.context("serving failed")
     })?;
     output::note("stopped");
     Ok(Outcome::Done)
@@ -110,6 +130,70 @@ fn addresses(host: &str, port: u16) -> anyhow::Result<(Vec<SocketAddr>, bool)> {
     }
     let loopback = found.iter().all(|a| a.ip().is_loopback());
     Ok((found, loopback))
+}
+
+fn cannot_listen(host: &str, port: u16) -> String {
+    format!("{host}:{port} cannot be listened on; --port 0 takes a free one")
+}
+
+/// A socket at the first address that can be had.
+fn bound(addresses: &[SocketAddr]) -> std::io::Result<TcpSocket> {
+    let mut last = std::io::ErrorKind::AddrNotAvailable.into();
+    for address in addresses {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() };
+        let tried = socket.and_then(|socket| {
+            // Connections of a server that has just stopped are no reason to wait; on Windows this would mean more.
+            #[cfg(unix)]
+            socket.set_reuseaddr(true)?;
+            socket.bind(*address)?;
+            Ok(socket)
+        });
+        match tried {
+            Ok(socket) => return Ok(socket),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// The socket of `--admin`, and whether only this machine reaches it.
+fn admin_socket(args: &ServeArgs, keyed: bool) -> anyhow::Result<Option<(TcpSocket, bool)>> {
+    let Some(text) = &args.http.admin else { return Ok(None) };
+    let parts = text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
+    let Some((host, port)) = parts.filter(|(host, _)| !host.is_empty()) else {
+        return Err(usage(format!("--admin {text}: expected an address and a port, like 127.0.0.1:9090")));
+    };
+    let (addresses, loopback) = addresses(host, port)?;
+    if !loopback && !keyed && !args.access.allow_no_auth {
+        return Err(usage(format!(
+            "--admin {text} is reachable from other machines: give keys, or say --allow-no-auth"
+        )));
+    }
+    let socket = bound(&addresses).with_context(|| format!("--admin {text} cannot be listened on"))?;
+    Ok(Some((socket, loopback)))
+}
+
+/// Sets up what the console says.
+fn logging(level: Option<&str>) -> anyhow::Result<()> {
+    use tracing_subscriber::filter::Targets;
+    use tracing_subscriber::prelude::*;
+    let targets = match level {
+        Some(level) => level.parse::<Targets>().map_err(|e| usage(format!("--log-level {level}: {e}")))?,
+        // The variable belongs to every program, so what it says may be for others.
+        None => std::env::var("RUST_LOG")
+            .ok()
+            .and_then(|level| level.parse().ok())
+            .unwrap_or_else(|| Targets::new().with_default(tracing_subscriber::filter::LevelFilter::INFO)),
+    };
+    let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let layer = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(colours)
+        .with_target(false)
+        .with_filter(targets);
+    // Only a test could have set one before.
+    let _ = tracing_subscriber::registry().with(layer).try_init();
+    Ok(())
 }
 
 /// Keys of the file, the environment and the command line.
@@ -243,6 +327,7 @@ fn serve_options(
         },
         tolerant_tool_calls: n.tolerant_tool_calls,
         metrics_vllm: h.metrics_compat.is_some(),
+        stats_interval: (args.log.log_stats_interval_ms > 0).then(|| ms(args.log.log_stats_interval_ms)),
         log: LogOptions {
             file: args.log.request_log_jsonl.clone(),
             max_bytes: args.log.request_log_max_mib.map(|n| n.saturating_mul(1 << 20)),

@@ -130,6 +130,6 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let app = App::new(engine, format, model, ServeOptions::default())?;
     let listener = tokio::net::TcpListener::bind(format!("127.0.0.1:{port}")).await?;
     println!("http://{}", listener.local_addr()?);
-    serve(app, listener, std::future::pending()).await?;
+    serve(app, listener, None, std::future::pending()).await?;
     Ok(())
 }

@@ -62,10 +62,15 @@ fn presented(headers: &HeaderMap) -> Option<&[u8]> {
 
 /// Refuses requests that a page of another site can cause. A page cannot set Host or Origin; a name that it rebinds to
 /// this machine shows in Host.
-pub(crate) fn check_browser(options: &ServeOptions, headers: &HeaderMap) -> Result<(), ApiError> {
+/// `loopback` is whether only this machine reaches the address that was asked.
+pub(crate) fn check_browser(
+    options: &ServeOptions,
+    loopback: bool,
+    headers: &HeaderMap,
+) -> Result<(), ApiError> {
     let text = |name: header::HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
     let host = text(header::HOST);
-    if options.loopback {
+    if loopback {
         let name = host_name(host.unwrap_or(""));
         let known = is_loopback(name) || options.allowed_hosts.iter().any(|h| h.eq_ignore_ascii_case(name));
         if !known {
@@ -167,7 +172,7 @@ mod tests {
     fn rebound_names_and_foreign_origins_are_refused_on_loopback() {
         let options = ServeOptions { allowed_hosts: vec!["box.lan".into()], ..ServeOptions::default() };
         let check = |list: &[(&'static str, &'static str)]| {
-            check_browser(&options, &headers(list)).map_err(|e| e.code)
+            check_browser(&options, options.loopback, &headers(list)).map_err(|e| e.code)
         };
         for good in ["localhost:8080", "127.0.0.1:1", "[::1]:8080", "LOCALHOST", "box.lan:80", "127.9.9.9"] {
             assert_eq!(check(&[("host", good)]), Ok(()), "{good}");
@@ -184,7 +189,7 @@ mod tests {
             );
         }
         let open = ServeOptions { cors: true, loopback: false, ..ServeOptions::default() };
-        assert!(check_browser(&open, &headers(&[("origin", "http://evil.example")])).is_ok());
+        assert!(check_browser(&open, open.loopback, &headers(&[("origin", "http://evil.example")])).is_ok());
     }
 
     #[test]

@@ -34,7 +34,10 @@ pub struct App {
     pub(crate) bodies: Semaphore,
     /// Requests being answered.
     pub(crate) active: AtomicUsize,
+    /// Told to take nothing new for now.
     draining: AtomicBool,
+    /// Being stopped, for good.
+    stopping: AtomicBool,
     misses: Mutex<VecDeque<(Option<usize>, Value)>>,
 }
 
@@ -69,6 +72,7 @@ impl App {
             bodies: Semaphore::new((options.max_bodies_bytes / 1024).max(1)),
             active: AtomicUsize::new(0),
             draining: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
             misses: Mutex::default(),
             grammars: GrammarCompiler::new(Arc::clone(format.tokenizer()), &format.stop_ids())
                 .map_err(std::io::Error::other)?,
@@ -79,14 +83,19 @@ impl App {
         }))
     }
 
-    /// Whether the server is being stopped.
+    /// Whether nothing new is taken: for now, or because the server is being stopped.
     pub(crate) fn draining(&self) -> bool {
-        self.draining.load(Ordering::Relaxed)
+        self.draining.load(Ordering::Relaxed) || self.stopping.load(Ordering::Relaxed)
     }
 
-    /// Takes no new requests from here on.
-    pub(crate) fn drain(&self) {
-        self.draining.store(true, Ordering::Relaxed);
+    /// Takes no new requests while this is set.
+    pub(crate) fn set_draining(&self, on: bool) {
+        self.draining.store(on, Ordering::Relaxed);
+    }
+
+    /// Takes no new requests any more.
+    pub(crate) fn stop(&self) {
+        self.stopping.store(true, Ordering::Relaxed);
     }
 
     /// Requests being answered.
@@ -97,8 +106,11 @@ impl App {
 
     /// Why no request can be taken now.
     pub(crate) fn unready(&self) -> Option<String> {
-        if self.draining() {
+        if self.stopping.load(Ordering::Relaxed) {
             return Some("the server is stopping".to_owned());
+        }
+        if self.draining() {
+            return Some("the server takes no new requests for now".to_owned());
         }
         self.engine.status().stopped
     }
@@ -106,6 +118,15 @@ impl App {
     /// Counts and logs a request that never started.
     pub(crate) fn reject(&self, client: &Client, route: &'static str, error: &ApiError) {
         self.metrics.rejected(route);
+        // Messages may quote the request, so they stay out of logs.
+        tracing::info!(
+            id = client.request_id,
+            route,
+            key = client.key.map(|key| self.keys.name(key)),
+            status = error.status(client.wire),
+            code = error.code,
+            "refused"
+        );
         let mut fields = Map::from_iter([
             ("id".to_owned(), Value::from(client.request_id.as_str())),
             ("route".to_owned(), route.into()),

@@ -174,6 +174,7 @@ pub(crate) fn call_rules(tools: &Tools) -> Option<CallRules> {
         name: tool.name().to_owned(),
         parameters: tool.parameters().cloned().unwrap_or_else(empty_schema),
         strict: tools.strict.iter().any(|n| n == tool.name()),
+        input: tools.forms.get(tool.name()).cloned(),
     };
     let rules = tools
         .prompt
@@ -313,6 +314,7 @@ mod tests {
                 parameters: None,
                 strict: false,
                 deferred: false,
+                form: None,
             };
             tools.function(function, Identity::Custom { name: name.into() }).expect("valid");
         }
@@ -340,6 +342,7 @@ mod tests {
             parameters: Some(json!({"type": "object", "properties": {}})),
             strict: true,
             deferred: false,
+            form: None,
         };
         tools.function(function, Identity::Custom { name: "f".into() }).expect("valid");
         let error = compile(&compiler, None, &tools).expect_err("refused");

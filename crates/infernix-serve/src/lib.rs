@@ -35,7 +35,7 @@ mod tools;
 mod turn;
 
 pub use app::App;
-pub use http::router;
+pub use http::{admin_router, router};
 pub use log::LogOptions;
 pub use options::{ApiKey, BUDGET_MESSAGE, ModelInfo, ReasoningLoop, ServeOptions};
 pub use server::serve;

@@ -107,6 +107,8 @@ pub struct ServeOptions {
     pub tolerant_tool_calls: bool,
     /// Also gives vLLM's metric names (`--metrics-compat vllm`).
     pub metrics_vllm: bool,
+    /// How often the console says what the engine does while it does something (`--log-stats-interval-ms`).
+    pub stats_interval: Option<Duration>,
     /// Request log.
     pub log: LogOptions,
 }
@@ -147,6 +149,7 @@ impl Default for ServeOptions {
             reasoning_loop: ReasoningLoop::Off,
             tolerant_tool_calls: false,
             metrics_vllm: false,
+            stats_interval: None,
             log: LogOptions::default(),
         }
     }

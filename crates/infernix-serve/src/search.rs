@@ -30,6 +30,7 @@ pub(crate) fn declare(tools: &mut Tools, path: String, name: String, regex: bool
         parameters: tool.parameters().cloned(),
         strict: false,
         deferred: false,
+        form: None,
     };
     tools.function(function, Identity::ServerSearch { name, regex })
 }

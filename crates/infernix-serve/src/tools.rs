@@ -6,6 +6,7 @@
 
 use crate::error::{ApiError, quoted};
 use crate::fields::{Fields, wrong};
+use infernix_text::grammar::{INPUT, InputForm};
 use infernix_text::{ParsedCall, Tool, ToolSet};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -74,6 +75,8 @@ pub(crate) struct Tools {
     identities: HashMap<String, Identity>,
     /// Names of tools whose arguments must follow their schema.
     pub(crate) strict: Vec<String>,
+    /// What the texts of free-form tools must be, by the name that the prompt shows.
+    pub(crate) forms: HashMap<String, InputForm>,
     /// Which calls may be made.
     pub(crate) choice: ToolChoice,
     /// More than one call a turn.
@@ -151,6 +154,9 @@ impl Tools {
         }
         self.identities.insert(function.name.clone(), identity);
         let tool = function.tool();
+        if let Some(form) = function.form {
+            self.forms.insert(function.name, form);
+        }
         if function.deferred {
             self.deferred.push(tool)
         } else {
@@ -164,6 +170,9 @@ impl Tools {
         if !self.identities.contains_key(&function.name) && valid_name(&function.name) {
             self.identities.insert(function.name.clone(), identity);
             self.found.push(function.tool());
+            if let Some(form) = function.form {
+                self.forms.insert(function.name, form);
+            }
         }
     }
 
@@ -227,6 +236,7 @@ pub(crate) struct Function {
     pub(crate) parameters: Option<Value>,
     pub(crate) strict: bool,
     pub(crate) deferred: bool,
+    pub(crate) form: Option<InputForm>,
 }
 
 impl Function {
@@ -244,35 +254,37 @@ impl Function {
             parameters,
             strict: fields.bool("strict")?.unwrap_or(false),
             deferred: fields.bool("defer_loading")?.unwrap_or(false),
+            form: None,
         })
     }
 
-    /// A function with one string, for a tool that takes free text.
-    pub(crate) fn free_form(
-        path: &str,
-        name: String,
-        description: Option<String>,
-        format: Option<&Value>,
-    ) -> Self {
-        let grammar =
-            format.and_then(|f| f.get("definition").or_else(|| f.get("grammar")?.get("definition")));
-        let input = match grammar.and_then(Value::as_str) {
-            Some(grammar) => format!("The whole input as free text, in the form of this grammar:\n{grammar}"),
+    /// Reads a tool that takes free text, `name`, `description`, `format` and `defer_loading`: a function with one
+    /// string. A grammar is shown to the model and enforced.
+    pub(crate) fn free_form(path: &str, fields: &mut Fields) -> Result<Self, ApiError> {
+        let form = input_form(fields)?;
+        let input = match &form {
+            Some(InputForm::Lark(grammar)) => {
+                format!("The whole input as free text, in the form of this grammar:\n{grammar}")
+            }
+            Some(InputForm::Regex(expression)) => {
+                format!("The whole input as free text, which matches this expression:\n{expression}")
+            }
             None => "The whole input as free text.".to_owned(),
         };
         let parameters = json!({
             "type": "object",
-            "properties": {"input": {"type": "string", "description": input}},
-            "required": ["input"],
+            "properties": {INPUT: {"type": "string", "description": input}},
+            "required": [INPUT],
         });
-        Self {
+        Ok(Self {
             path: path.to_owned(),
-            name,
-            description,
+            name: fields.need_string("name")?,
+            description: fields.string("description")?,
             parameters: Some(parameters),
             strict: false,
-            deferred: false,
-        }
+            deferred: fields.bool("defer_loading")?.unwrap_or(false),
+            form,
+        })
     }
 
     /// The declaration in the prompt: nothing but what describes the function, so that hints which move between
@@ -290,6 +302,23 @@ impl Function {
             ("function".to_owned(), Value::Object(function)),
         ]))
     }
+}
+
+/// `format` of a free-form tool: Responses has `syntax` and `definition` in it, Chat one level deeper.
+fn input_form(fields: &mut Fields) -> Result<Option<InputForm>, ApiError> {
+    let Some(mut format) = fields.fields("format")? else { return Ok(None) };
+    if format.word("type", &["text", "grammar"])? != Some("grammar") {
+        return Ok(None);
+    }
+    let mut grammar = match format.fields("grammar")? {
+        Some(inner) => inner,
+        None => format,
+    };
+    let definition = grammar.need_string("definition")?;
+    Ok(Some(match grammar.word("syntax", &["lark", "regex"])? {
+        Some("regex") => InputForm::Regex(definition),
+        _ => InputForm::Lark(definition),
+    }))
 }
 
 /// A call as the wire shows it.
@@ -317,7 +346,7 @@ impl Call {
 
     /// Free text of a custom call.
     pub(crate) fn input(&self) -> String {
-        match self.arguments.get("input") {
+        match self.arguments.get(INPUT) {
             Some(Value::String(text)) => text.clone(),
             Some(other) => other.to_string(),
             None => String::new(),
@@ -337,6 +366,7 @@ mod tests {
             parameters: None,
             strict: false,
             deferred: false,
+            form: None,
         }
     }
 
@@ -352,6 +382,25 @@ mod tests {
             Identity::Function { name: "other".into(), namespace: None },
             "an undeclared call stays one of a function"
         );
+    }
+
+    #[test]
+    fn formats_of_free_form_tools_are_read_where_either_protocol_has_them() {
+        let read = |format: Value| {
+            let mut fields = Fields::new("tools[0]", json!({"name": "t", "format": format}))?;
+            Function::free_form("tools[0]", &mut fields).map(|f| f.form)
+        };
+        let lark = Some(InputForm::Lark("start: \"a\"".into()));
+        let grammar = json!({"syntax": "lark", "definition": "start: \"a\""});
+        assert_eq!(read(json!({"type": "grammar", "grammar": grammar})), Ok(lark.clone()));
+        let flat = json!({"type": "grammar", "syntax": "lark", "definition": "start: \"a\""});
+        assert_eq!(read(flat), Ok(lark));
+        let regex = json!({"type": "grammar", "syntax": "regex", "definition": "a+"});
+        assert_eq!(read(regex), Ok(Some(InputForm::Regex("a+".into()))));
+        assert_eq!(read(json!({"type": "text"})), Ok(None));
+        for bad in [json!({"type": "picture"}), json!({"type": "grammar"}), json!("lark")] {
+            assert!(read(bad.clone()).is_err(), "{bad}");
+        }
     }
 
     #[test]

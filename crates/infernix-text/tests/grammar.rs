@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
-use infernix_text::grammar::{Answer, CallRules, Choice, Grammar, GrammarCompiler, GuideOptions, ToolRule};
+use infernix_text::grammar::{
+    Answer, CallRules, Choice, Grammar, GrammarCompiler, Guide, GuideOptions, InputForm, ToolRule,
+};
 use infernix_text::{ChatFormat, Event, OutputOptions, OutputParser, Resources, Start, Tool, ToolSet};
 use serde_json::{Value, json};
 
@@ -220,10 +222,14 @@ impl Random {
 
 /// Walks at random where the mask allows, with drafts tried and taken back; the text, if it came to an end.
 fn walk(grammar: &Arc<Grammar>, options: GuideOptions, random: &mut Random, steps: usize) -> Option<String> {
+    walk_on(&mut grammar.guide(options), random, steps)
+}
+
+/// The same from where a guide is.
+fn walk_on(guide: &mut Guide, random: &mut Random, steps: usize) -> Option<String> {
     let tokenizer = FORMAT.tokenizer();
     let stops = FORMAT.stop_ids();
     let full = tokenizer.vocabulary_mask(tokenizer.addressable() as usize);
-    let mut guide = grammar.guide(options);
     let mut ids = Vec::new();
     for step in 0..steps {
         if guide.finished() {
@@ -417,11 +423,12 @@ fn rules(strict: bool, choice: Choice, parallel: bool) -> CallRules {
         "required": ["path", "mode"], "additionalProperties": false});
     CallRules {
         tools: vec![
-            ToolRule { name: "look".into(), parameters, strict },
+            ToolRule { name: "look".into(), parameters, strict, input: None },
             ToolRule {
                 name: "ping".into(),
                 parameters: json!({"type": "object", "properties": {}, "additionalProperties": false}),
                 strict,
+                input: None,
             },
         ],
         choice,
@@ -517,6 +524,119 @@ fn random_strict_calls_parse_into_their_schema() {
         }
     }
     assert!(seen > 10, "only {seen} calls");
+}
+
+fn free_form(form: InputForm) -> Result<Arc<Grammar>, infernix_text::grammar::GrammarError> {
+    let parameters =
+        json!({"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]});
+    let tool = ToolRule { name: "edit".into(), parameters, strict: false, input: Some(form) };
+    // Not even the frame is asked for: a form that a tool declares is held in any case.
+    let rules = CallRules { tools: vec![tool], choice: Choice::Auto, parallel: true, frame: false };
+    compiler().compile(None, Some(&rules))
+}
+
+fn edit(input: &str) -> String {
+    format!(
+        "<tool_call>\n<function=edit>\n<parameter=input>\n{input}\n</parameter>\n</function>\n</tool_call>"
+    )
+}
+
+/// Shaped like the grammars that coding agents send for patches.
+const PATCH: &str = r#"
+start: begin hunk+ end
+begin: "*** Begin" LF
+end: "*** End" LF?
+
+hunk: add | change
+add: "*** Add: " name LF added+   // a new file
+name: /(.+)/
+added: "+" /(.*)/ LF -> line
+change: "*** Change: " name LF (context | line)+ last?
+context: ("@@" | "@@ " /(.+)/) LF
+line: ("+" | "-" | " ") /(.*)/ LF
+last: "*** End of file" LF
+
+%import common.LF
+"#;
+
+/// Recursive, with what may stand between.
+const SUM: &str = r#"
+?start: sum
+?sum: product | sum "+" product -> add
+?product: atom ("*" atom)~0..3
+?atom: NUMBER | "(" sum ")" | NAME
+NAME: ("a".."z" | "_")+
+%import common.INT -> NUMBER
+%import common.WS_INLINE
+%ignore WS_INLINE
+"#;
+
+#[test]
+fn texts_of_free_form_tools_are_held_to_their_grammar() {
+    let patch = free_form(InputForm::Lark(PATCH.into())).expect("compiles");
+    for good in [
+        "*** Begin\n*** Add: a.txt\n+one\n+\n*** End\n",
+        "*** Begin\n*** Change: b\n@@ fn x\n-old\n+new </parameter>\n \n*** End of file\n*** End",
+    ] {
+        assert!(fits(&patch, &edit(good)), "{good}");
+    }
+    for bad in ["", "*** Begin\n*** End", "*** Begin\n*** Add: a\none\n*** End\n", "text"] {
+        assert!(!fits(&patch, &edit(bad)), "{bad}");
+    }
+    assert!(fits(&patch, "no call at all"));
+    let sum = free_form(InputForm::Lark(SUM.into())).expect("compiles");
+    for good in ["1", "  a + (b*2 )", "((((1))))*x", "1*1*1*1"] {
+        assert!(fits(&sum, &edit(good)), "{good}");
+    }
+    for bad in ["", "1+", "(1", "1 1", "1*1*1*1*1", "A"] {
+        assert!(!fits(&sum, &edit(bad)), "{bad}");
+    }
+    let regex = free_form(InputForm::Regex(r"^\d{4}-\d\d$".into())).expect("compiles");
+    assert!(fits(&regex, &edit("2026-11")) && !fits(&regex, &edit("2026-1")));
+    let folded = free_form(InputForm::Lark("start: \"Get\"i [\" \" /[a-z]/]".into())).expect("compiles");
+    assert!(fits(&folded, &edit("gET")) && fits(&folded, &edit("GET x")) && !fits(&folded, &edit("GO")));
+    let error = free_form(InputForm::Lark("start: x\n".into())).expect_err("refused");
+    assert_eq!((error.tool.as_deref(), error.position), (Some("edit"), Some((1, 8))));
+    assert_eq!(free_form(InputForm::Regex("(".into())).expect_err("refused").code, "invalid_regex");
+}
+
+#[test]
+fn random_free_form_calls_parse_into_texts_of_their_grammar() {
+    let mut random = Random(11);
+    let tool =
+        Tool::function("edit", "", json!({"type": "object", "properties": {"input": {"type": "string"}}}));
+    let set = Arc::new(ToolSet::new([&tool]));
+    let mut seen = 0;
+    for source in
+        [SUM, "start: line+\nline: /[+-]/ /[^\\n]*/ \"\\n\"", "start: (\"<\" | \"/\" | \"\\n\")~3..9"]
+    {
+        let form = InputForm::Lark(source.into());
+        let call = free_form(form).expect("compiles");
+        for _ in 0..40 {
+            // Free text is left at once, so that the walk is about the call.
+            let mut guide = call.guide(GuideOptions::default());
+            let open = "<tool_call>\n<function=edit>\n<parameter=input>\n";
+            for id in FORMAT.tokenizer().encode(open).expect("encodes") {
+                guide.accept(id).expect("the frame");
+            }
+            let Some(rest) = walk_on(&mut guide, &mut random, 60) else { continue };
+            let text = format!("{open}{rest}");
+            assert!(fits(&call, &text), "{text:?}");
+            let options =
+                OutputOptions { start: Start::Content, tools: Arc::clone(&set), ..OutputOptions::default() };
+            let mut parser = OutputParser::new(options);
+            let mut events = parser.push(&text);
+            events.extend(parser.finish());
+            let input = events.iter().find_map(|e| match e {
+                Event::Call(call) => call.arguments["input"].as_str().map(str::to_owned),
+                _ => None,
+            });
+            let input = input.unwrap_or_else(|| panic!("no call in {text:?}"));
+            assert!(fits(&call, &edit(&input)), "{input:?} of {text:?}");
+            seen += 1;
+        }
+    }
+    assert!(seen > 30, "only {seen} calls came to an end");
 }
 
 #[test]

@@ -78,7 +78,7 @@ impl<S: Clone> PrefixCache<S> {
     }
 
     /// Takes a block's page away; a block that snapshots need goes to RAM if it can.
-    fn evict_block<R: Runner<State = S>>(&mut self, runner: &mut R, id: NodeId, live: bool) {
+    pub(super) fn evict_block<R: Runner<State = S>>(&mut self, runner: &mut R, id: NodeId, live: bool) {
         if live && self.tree.node(id).host.is_none() {
             let page = self.tree.node(id).page;
             let words = page

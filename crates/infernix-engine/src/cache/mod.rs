@@ -90,6 +90,24 @@ impl<S: Clone> PrefixCache<S> {
         self.drop_snap(runner, id);
     }
 
+    /// Drops every snapshot that no request uses, and the blocks that are then good for nothing; gives the number of
+    /// snapshots.
+    pub(crate) fn clear<R: Runner<State = S>>(&mut self, runner: &mut R) -> usize {
+        let idle: Vec<SnapId> = self.tree.snap_ids().filter(|id| self.tree.snap(*id).pins == 0).collect();
+        for id in &idle {
+            self.drop_snap(runner, *id);
+        }
+        let blocks: Vec<NodeId> = self.tree.node_ids().collect();
+        for id in blocks {
+            // Dropping one node may have taken others with it.
+            let Some(node) = &self.tree.nodes[id] else { continue };
+            if node.live == 0 && node.page.is_some_and(|p| !runner.pool().is_shared(p)) {
+                self.evict_block(runner, id, false);
+            }
+        }
+        idle.len()
+    }
+
     fn move_to(&mut self, cursor: &mut Cursor, node: NodeId) {
         self.tree.node_mut(node).pins += 1;
         self.tree.node_mut(cursor.node).pins -= 1;

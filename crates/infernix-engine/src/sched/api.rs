@@ -46,6 +46,21 @@ pub trait EngineApi: Send + Sync {
     /// Stops the engine and returns when it has stopped: every request has ended and the prefix cache is saved.
     /// Later submissions get [`SubmitError::Stopped`].
     fn shutdown(&self, drain: Drain);
+
+    /// Saves or empties the prefix cache between two rounds; gives the number of snapshots saved or dropped.
+    ///
+    /// # Errors
+    /// Says why it could not be done: no file to save to, a full disk, no cache, an engine that has stopped.
+    fn cache(&self, order: CacheOrder) -> Result<usize, String>;
+}
+
+/// What to do with the prefix cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheOrder {
+    /// Write it to its file (`--prefix-cache-file`).
+    Save,
+    /// Drop everything that no running request uses. The file stays as it is.
+    Clear,
 }
 
 /// How to stop.

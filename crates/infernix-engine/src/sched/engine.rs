@@ -1,6 +1,6 @@
 //! The engine's handle and its thread.
 
-use super::api::{Drain, EngineApi, Request, RequestError, RequestId, Sink, Status, SubmitError};
+use super::api::{CacheOrder, Drain, EngineApi, Request, RequestError, RequestId, Sink, Status, SubmitError};
 use super::{EngineOptions, Limits, Runner, Scheduler};
 use crate::error::EngineError;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,10 +13,14 @@ use std::time::{Duration, Instant};
 /// How often the cache's part of the status is renewed; it walks the index.
 const STATUS_EVERY: Duration = Duration::from_millis(500);
 
+/// Why an engine stopped that panicked where no request is to blame.
+const INTERNAL: &str = "an internal error; the standard error stream has the panic's place";
+
 enum Command {
     Submit(RequestId, Box<Request>, Sink),
     Cancel(RequestId),
     Shutdown(Drain),
+    Cache(CacheOrder, Sender<Result<usize, String>>),
 }
 
 struct Shared {
@@ -64,7 +68,14 @@ impl Engine {
                     drop(ready.send(Ok(facts)));
                     if let Ok(shared) = shared.recv() {
                         let shared = Arc::downgrade(&shared);
-                        Worker { scheduler, receiver, shared, done: 0, drain: None }.run();
+                        let left = std::sync::Weak::clone(&shared);
+                        let worker = Worker { scheduler, receiver, shared, done: 0, drain: None };
+                        // Whatever ends the thread, it must not look as if the engine ran.
+                        if catch_unwind(AssertUnwindSafe(|| worker.run())).is_err()
+                            && let Some(shared) = left.upgrade()
+                        {
+                            lock(&shared.status).stopped.get_or_insert_with(|| INTERNAL.to_owned());
+                        }
                     }
                 }
                 Err(e) => drop(ready.send(Err(e))),
@@ -152,6 +163,14 @@ impl EngineApi for Engine {
         lock(&self.shared.status).clone()
     }
 
+    fn cache(&self, order: CacheOrder) -> Result<usize, String> {
+        let (answer, answered) = channel();
+        let gone =
+            || format!("the engine has stopped: {}", self.stopped().unwrap_or_else(|| "shut down".into()));
+        self.shared.commands.send(Command::Cache(order, answer)).map_err(|_| gone())?;
+        answered.recv().map_err(|_| gone())?
+    }
+
     fn shutdown(&self, drain: Drain) {
         drop(self.shared.commands.send(Command::Shutdown(drain)));
         let mut thread = lock(&self.shared.thread);
@@ -182,7 +201,7 @@ impl<R: Runner> Worker<R> {
             }
             let step = catch_unwind(AssertUnwindSafe(|| self.scheduler.step()));
             if step.is_err() {
-                break "an internal error; see the log".to_owned();
+                break INTERNAL.to_owned();
             }
             let idle = self.scheduler.open() == 0;
             let with_cache = idle || renewed.elapsed() >= STATUS_EVERY;
@@ -206,6 +225,9 @@ impl<R: Runner> Worker<R> {
                 sink(super::Event::Failed(RequestError::Stopped(why.clone())));
             }
         }
+        // Saving may take a while; nobody is to wait for it.
+        self.scheduler.stopped = Some(why.clone());
+        self.report(false);
         let integrity = self.scheduler.check_idle();
         let saved = catch_unwind(AssertUnwindSafe(|| self.scheduler.save_cache()));
         let mut why = why;
@@ -236,12 +258,25 @@ impl<R: Runner> Worker<R> {
                 }
                 Ok(Command::Submit(id, request, sink)) => self.scheduler.submit_as(id, *request, sink),
                 Ok(Command::Cancel(id)) => self.scheduler.cancel(id),
+                Ok(Command::Cache(order, answer)) => drop(answer.send(self.cache(order))),
                 Ok(Command::Shutdown(Drain::Now)) => return Err("shut down".into()),
                 Ok(Command::Shutdown(Drain::Within(d))) => self.drain = Some(Instant::now() + d),
                 // Nobody holds the engine any more.
                 Err(true) => return Err("shut down".into()),
                 Err(false) => return Ok(()),
             }
+        }
+    }
+
+    fn cache(&mut self, order: CacheOrder) -> Result<usize, String> {
+        let options = &self.scheduler.options.cache;
+        match order {
+            _ if !options.enabled => Err("there is no prefix cache (--no-prefix-cache)".to_owned()),
+            CacheOrder::Save if options.file.is_none() => {
+                Err("there is no file to save to (--prefix-cache-file)".to_owned())
+            }
+            CacheOrder::Save => self.scheduler.save_cache(),
+            CacheOrder::Clear => Ok(self.scheduler.clear_cache()),
         }
     }
 

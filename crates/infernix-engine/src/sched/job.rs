@@ -144,7 +144,25 @@ impl Job {
     }
 
     /// Chooses the next token from its row of logits. `draft` is the guess at this place with the law it was drawn from.
+    /// A panic here is one of this request's sampler or constraint, and costs nobody else.
     pub(super) fn choose<R: Runner>(
+        &mut self,
+        runner: &R,
+        row: &[f32],
+        draft: Option<(u32, &Law)>,
+        context: usize,
+    ) -> Step {
+        catch_unwind(AssertUnwindSafe(|| self.choose_from(runner, row, draft, context))).unwrap_or_else(
+            |panic| {
+                Step::Fail(RequestError::Engine(format!(
+                    "choosing a token panicked: {}",
+                    panic_text(&*panic)
+                )))
+            },
+        )
+    }
+
+    fn choose_from<R: Runner>(
         &mut self,
         runner: &R,
         row: &[f32],
@@ -200,6 +218,13 @@ impl Job {
         }
     }
 
+    /// How many of the guesses the constraint could take; none where it panics, which it will say again when it is asked
+    /// for a mask.
+    pub(super) fn legal(&mut self, guesses: &[u32]) -> usize {
+        let Some(c) = &mut self.request.constraint else { return guesses.len() };
+        catch_unwind(AssertUnwindSafe(|| c.accepts(guesses))).unwrap_or(0).min(guesses.len())
+    }
+
     /// A token with the log-probabilities that were asked for.
     pub(super) fn describe(&self, row: &[f32], id: u32, wanted: Option<u8>) -> Sampled {
         let row = &row[..self.sampler.addressable().min(row.len())];
@@ -227,4 +252,10 @@ impl Job {
         copies.push(&self.text);
         self.copies = Some(copies);
     }
+}
+
+/// What a panic said.
+pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("unknown")
 }

@@ -17,8 +17,8 @@ mod scripted;
 pub(crate) mod trace;
 
 pub use api::{
-    CacheHints, CacheStatus, Constraint, Counters, Drain, EngineApi, Event, Finish, LaneStatus, Rates,
-    Request, RequestError, RequestId, Sampled, Sink, Status, SubmitError, TierStatus, Timings, Usage,
+    CacheHints, CacheOrder, CacheStatus, Constraint, Counters, Drain, EngineApi, Event, Finish, LaneStatus,
+    Rates, Request, RequestError, RequestId, Sampled, Sink, Status, SubmitError, TierStatus, Timings, Usage,
 };
 pub use engine::Engine;
 pub use options::{CacheOptions, EngineOptions, SpecMode, SpecOptions};

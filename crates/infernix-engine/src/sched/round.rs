@@ -138,11 +138,9 @@ impl<R: Runner> Scheduler<R> {
         }
         for p in parts.iter_mut() {
             // Guesses the constraint forbids are certain to be wrong.
-            if let Some(c) = &mut self.jobs[p.job].request.constraint {
-                let legal = c.accepts(&p.draft.ids).min(p.draft.ids.len());
-                p.draft.ids.truncate(legal);
-                p.draft.laws.truncate(legal);
-            }
+            let legal = self.jobs[p.job].legal(&p.draft.ids);
+            p.draft.ids.truncate(legal);
+            p.draft.laws.truncate(legal);
         }
         Ok(())
     }

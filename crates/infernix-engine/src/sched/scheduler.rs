@@ -505,8 +505,7 @@ impl<R: Runner> Scheduler<R> {
         f: impl FnOnce(&mut Self) -> Result<T, EngineError>,
     ) -> Result<T, RequestError> {
         let result = catch_unwind(AssertUnwindSafe(|| f(self))).unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("unknown");
+            let text = super::job::panic_text(&*panic);
             Err(EngineError::Round(format!("a model call panicked: {text}")))
         });
         match result {
@@ -600,6 +599,11 @@ impl<R: Runner> Scheduler<R> {
     /// Writes it.
     pub(crate) fn save_cache(&mut self) -> Result<usize, String> {
         self.cache.save_file(&mut self.runner)
+    }
+
+    /// Drops what no request uses.
+    pub(crate) fn clear_cache(&mut self) -> usize {
+        self.cache.clear(&mut self.runner)
     }
 
     /// With nothing running, every page is free or the cache's, and every slot is free.

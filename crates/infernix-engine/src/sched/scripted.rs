@@ -1,8 +1,8 @@
 //! An engine that plays prepared events, for tests of what stands in front of one.
 
 use super::api::{
-    Drain, EngineApi, Event, Finish, Request, RequestError, RequestId, Sink, Status, SubmitError, Timings,
-    Usage,
+    CacheOrder, Drain, EngineApi, Event, Finish, Request, RequestError, RequestId, Sink, Status, SubmitError,
+    Timings, Usage,
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -83,6 +83,10 @@ impl EngineApi for ScriptedEngine {
         let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
         status.stopped.clone_from(&self.stopped.lock().unwrap_or_else(PoisonError::into_inner));
         status
+    }
+
+    fn cache(&self, _: CacheOrder) -> Result<usize, String> {
+        Err("a scripted engine has no cache".to_owned())
     }
 
     fn shutdown(&self, _: Drain) {

@@ -446,3 +446,31 @@ fn prompt_scores_come_for_every_token_and_do_not_use_the_cache() {
 }
 
 mod traffic;
+
+#[test]
+fn an_emptied_cache_holds_nothing_and_breaks_nothing_that_runs() {
+    let sim = SimOptions { pages: 64, sequences: 2, ..SimOptions::default() };
+    let mut s = Scheduler::new(SimModel::new(sim), options(64)).unwrap();
+    let first = ids(7, 500);
+    let (to, seen) = sink();
+    s.submit(request(first.clone(), 30), to);
+    run(&mut s);
+    assert!(s.status(true).cache.device.snapshots > 0);
+    // One request is in the middle of its answer when the cache is emptied.
+    let (to, running) = sink();
+    s.submit(request([&first[..], &ids(8, 100)].concat(), 40), to);
+    while text(&running).len() < 10 {
+        s.step();
+    }
+    s.clear_cache();
+    run(&mut s);
+    assert!(cached(&running) > 0 && text(&running).len() == 40);
+    s.clear_cache();
+    let cache = s.status(true).cache;
+    assert_eq!((cache.device.snapshots, cache.device.blocks, cache.host.bytes), (0, 0, 0));
+    s.check_idle().unwrap();
+    let (to, again) = sink();
+    s.submit(request(first, 30), to);
+    run(&mut s);
+    assert_eq!((text(&again), cached(&again)), (text(&seen), 0));
+}

@@ -192,10 +192,8 @@ fn read_tools(fields: &mut Fields, turn: &mut Turn) -> Result<(), ApiError> {
             }
             "custom" => {
                 let mut custom = Fields::new(format!("{path}.custom"), tool.need("custom")?)?;
-                let name = custom.need_string("name")?;
-                let description = custom.string("description")?;
-                let format = custom.take("format");
-                let function = Function::free_form(&path, name.clone(), description, format.as_ref());
+                let function = Function::free_form(&path, &mut custom)?;
+                let name = function.name.clone();
                 turn.tools.function(function, Identity::Custom { name })?;
             }
             other => turn.tools.ignore(other),

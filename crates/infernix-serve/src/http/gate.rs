@@ -37,8 +37,17 @@ fn is_open(method: &Method, path: &str) -> bool {
         || path == "/" && matches!(*method, Method::GET | Method::HEAD)
 }
 
+/// What a gate stands in front of.
+#[derive(Clone)]
+pub(super) struct Gate {
+    pub(super) app: Arc<App>,
+    /// Whether only this machine reaches the address.
+    pub(super) loopback: bool,
+}
+
 /// Checks a request, lets it through, and marks the response.
-pub(super) async fn gate(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+pub(super) async fn gate(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
+    let app = &gate.app;
     let wire = Wire::of_path(request.uri().path());
     let headers = request.headers();
     let mut client = Client {
@@ -53,7 +62,7 @@ pub(super) async fn gate(State(app): State<Arc<App>>, mut request: Request, next
     let mut response = if app.options.cors && *request.method() == Method::OPTIONS && origin.is_some() {
         preflight()
     } else {
-        match check(&app, &request) {
+        match check(&gate, &request) {
             Ok(key) => {
                 client.key = key;
                 request.extensions_mut().insert(client);
@@ -86,8 +95,9 @@ pub(super) async fn gate(State(app): State<Arc<App>>, mut request: Request, next
     response
 }
 
-fn check(app: &App, request: &Request) -> Result<Option<usize>, ApiError> {
-    check_browser(&app.options, request.headers())?;
+fn check(gate: &Gate, request: &Request) -> Result<Option<usize>, ApiError> {
+    let app = &gate.app;
+    check_browser(&app.options, gate.loopback, request.headers())?;
     let key = if is_open(request.method(), request.uri().path()) {
         None
     } else {

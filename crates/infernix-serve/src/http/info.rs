@@ -166,6 +166,17 @@ pub(super) async fn tokenize(
     finish(&app, &client, "tokenize", prepared(&app, &headers, body, work).await)
 }
 
+/// `GET /tokenizer_info`: what lm-eval's remote tokenizer asks for, under vLLM's names.
+pub(super) async fn tokenizer_info(State(app): Shared) -> Response {
+    let tokenizer = app.format.tokenizer();
+    let stop = app.format.stop_ids().first().map(|id| tokenizer.decode(&[*id], false));
+    json_response(&json!({
+        "tokenizer_class": "Qwen2Tokenizer", "eos_token": stop, "bos_token": null, "pad_token": null,
+        "model_max_length": app.engine.status().context,
+        "chat_template": app.format.template().map(infernix_text::Template::source),
+    }))
+}
+
 /// `POST /detokenize`.
 pub(super) async fn detokenize(
     State(app): Shared,

@@ -1,5 +1,6 @@
 //! HTTP: routes, what is checked before any of them, and how answers are sent.
 
+mod admin;
 mod answer;
 mod anthropic;
 mod body;
@@ -52,12 +53,35 @@ pub fn router(app: &Arc<App>) -> Router {
         .route("/metrics", get(info::metrics))
         .route("/tokenize", post(info::tokenize))
         .route("/detokenize", post(info::detokenize))
+        .route("/tokenizer_info", get(info::tokenizer_info))
         .nest("/v1", api.clone())
         .nest("/v1/v1", api)
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
-        .layer(from_fn_with_state(Arc::clone(app), gate::gate))
+        .layer(from_fn_with_state(gated(app, app.options.loopback), gate::gate))
         .with_state(Arc::clone(app))
+}
+
+/// Routes of the address for those who run the server (`--admin`); `loopback` is whether only this machine reaches it.
+pub fn admin_router(app: &Arc<App>, loopback: bool) -> Router {
+    Router::new()
+        .route("/livez", get(info::live))
+        .route("/readyz", get(info::ready))
+        .route("/health", get(info::ready))
+        .route("/metrics", get(info::metrics))
+        .route("/v1/status", get(info::status))
+        .route("/admin/drain", post(admin::drain))
+        .route("/admin/resume", post(admin::resume))
+        .route("/admin/cache/save", post(admin::save_cache))
+        .route("/admin/cache/clear", post(admin::clear_cache))
+        .fallback(no_route)
+        .method_not_allowed_fallback(no_method)
+        .layer(from_fn_with_state(gated(app, loopback), gate::gate))
+        .with_state(Arc::clone(app))
+}
+
+fn gated(app: &Arc<App>, loopback: bool) -> gate::Gate {
+    gate::Gate { app: Arc::clone(app), loopback }
 }
 
 async fn no_route(request: Request) -> Response {

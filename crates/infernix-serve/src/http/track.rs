@@ -159,6 +159,33 @@ impl Drop for Track {
         };
         self.app.metrics.ended(self.route, outcome, measured);
         let mut fields = std::mem::take(&mut self.fields);
+        // Never a text: only counts, times and words of ours.
+        let word = |name: &str| fields.get(name).and_then(Value::as_str);
+        let rounded = |seconds: f64| (seconds * 1e3).round() / 1e3;
+        macro_rules! say {
+            ($level:ident) => {
+                tracing::$level!(
+                    id = word("id"),
+                    route = self.route,
+                    key = word("key"),
+                    traceparent = word("traceparent"),
+                    code = word("code"),
+                    finish = word("finish"),
+                    prompt = self.usage.prompt,
+                    cached = self.usage.cached,
+                    output = self.usage.output,
+                    seconds = rounded(duration),
+                    first_token = measured.first_token.map(rounded),
+                    "{}",
+                    outcome.name()
+                )
+            };
+        }
+        if outcome == Outcome::Failed {
+            say!(warn)
+        } else {
+            say!(info)
+        }
         fields.insert("outcome".to_owned(), outcome.name().into());
         fields.insert("seconds".to_owned(), duration.into());
         fields.insert("first_token_seconds".to_owned(), json!(measured.first_token));

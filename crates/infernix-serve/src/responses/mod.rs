@@ -225,6 +225,7 @@ fn read_tools(fields: &mut Fields, turn: &mut Turn) -> Result<(), ApiError> {
                         parameters: tool.take("parameters"),
                         strict: false,
                         deferred: false,
+                        form: None,
                     };
                     turn.tools.function(function, Identity::ClientSearch)?;
                 } else {
@@ -258,10 +259,9 @@ pub(super) fn declared(
             (function, Identity::Function { name, namespace: namespace.map(str::to_owned) })
         }
         "custom" => {
-            let name = tool.need_string("name")?;
-            let description = tool.string("description")?;
-            let format = tool.take("format");
-            (Function::free_form(path, name.clone(), description, format.as_ref()), Identity::Custom { name })
+            let function = Function::free_form(path, tool)?;
+            let name = function.name.clone();
+            (function, Identity::Custom { name })
         }
         "namespace" if namespace.is_none() => {
             let name = tool.need_string("name")?;

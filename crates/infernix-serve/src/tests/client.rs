@@ -1,7 +1,7 @@
 //! A server on a free port over a scripted engine, and a client that speaks plain HTTP.
 
 use crate::options::ServeOptions;
-use crate::{App, ModelInfo, serve};
+use crate::{App, ModelInfo, admin_router, serve};
 use infernix_engine::sched::{
     EngineApi, Event, Finish, Request, Sampled, ScriptedEngine, Status, SubmitError, Timings, Usage,
 };
@@ -62,6 +62,8 @@ pub(super) fn answer(request: &Request, ids: &[u32], chunk: usize, reason: Finis
 /// A running server.
 pub(super) struct Server {
     pub(super) address: SocketAddr,
+    /// Where it answers to those who run it.
+    pub(super) admin: SocketAddr,
     pub(super) app: Arc<App>,
     pub(super) engine: Arc<ScriptedEngine>,
     stop: Option<oneshot::Sender<()>>,
@@ -95,15 +97,18 @@ impl Server {
                 .expect("a runtime");
             runtime.block_on(async move {
                 let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
-                bound.send(listener.local_addr().expect("an address")).expect("a receiver");
+                let admin = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+                let address = |l: &tokio::net::TcpListener| l.local_addr().expect("an address");
+                bound.send((address(&listener), address(&admin))).expect("a receiver");
+                let admin = Some((admin, admin_router(&served, true)));
                 let until = async {
                     let _ = stopped.await;
                 };
-                serve(served, listener, until).await.expect("serves");
+                serve(served, listener, admin, until).await.expect("serves");
             });
         });
-        let address = address.recv().expect("bound");
-        Self { address, app, engine, stop: Some(stop), thread: Some(thread) }
+        let (address, admin) = address.recv().expect("bound");
+        Self { address, admin, app, engine, stop: Some(stop), thread: Some(thread) }
     }
 
     /// A server that answers everything with one text.
@@ -127,9 +132,7 @@ impl Server {
     }
 
     pub(super) fn connect(&self) -> TcpStream {
-        let stream = TcpStream::connect(self.address).expect("connects");
-        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
-        stream
+        connect(self.address)
     }
 
     /// Sends bytes as they are and reads one response.
@@ -142,9 +145,21 @@ impl Server {
 
     /// A request with headers of its own.
     pub(super) fn request(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+        self.request_at(self.address, method, path, headers, body)
+    }
+
+    /// The same at an address.
+    pub(super) fn request_at(
+        &self,
+        address: SocketAddr,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &[u8],
+    ) -> Answer {
         let mut head = format!("{method} {path} HTTP/1.1\r\nconnection: close\r\n");
         if !headers.iter().any(|(n, _)| n.eq_ignore_ascii_case("host")) {
-            head += &format!("host: {}\r\n", self.address);
+            head += &format!("host: {address}\r\n");
         }
         for (name, value) in headers {
             head += &format!("{name}: {value}\r\n");
@@ -154,7 +169,15 @@ impl Server {
         }
         let mut bytes = format!("{head}\r\n").into_bytes();
         bytes.extend_from_slice(body);
-        self.raw(&bytes)
+        let mut stream = connect(address);
+        // A server that refuses may close before everything is sent.
+        let _ = stream.write_all(&bytes);
+        read(&mut stream)
+    }
+
+    /// POST where those who run the server ask.
+    pub(super) fn tell(&self, path: &str) -> Answer {
+        self.request_at(self.admin, "POST", path, &[("content-type", "application/json")], b"{}")
     }
 
     /// POST of a JSON document.
@@ -165,6 +188,12 @@ impl Server {
     pub(super) fn get(&self, path: &str) -> Answer {
         self.request("GET", path, &[], b"")
     }
+}
+
+fn connect(address: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(address).expect("connects");
+    stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
+    stream
 }
 
 impl Drop for Server {

@@ -4,7 +4,8 @@ use super::checker;
 use super::client::{Server, read, says};
 use crate::options::ServeOptions;
 use infernix_engine::sched::{
-    Drain, EngineApi, Event, Finish, Request, RequestId, ScriptedEngine, Sink, Status, SubmitError,
+    CacheOrder, Drain, EngineApi, Event, Finish, Request, RequestId, ScriptedEngine, Sink, Status,
+    SubmitError,
 };
 use serde_json::json;
 use std::io::{Read as _, Write as _};
@@ -240,6 +241,10 @@ impl EngineApi for Forgetful {
 
     fn shutdown(&self, drain: Drain) {
         self.0.shutdown(drain);
+    }
+
+    fn cache(&self, order: CacheOrder) -> Result<usize, String> {
+        self.0.cache(order)
     }
 }
 

@@ -27,6 +27,7 @@ fn tools() -> Arc<Tools> {
         ),
         strict: false,
         deferred: false,
+        form: None,
     };
     let plain = |name: &str| Identity::Function { name: name.into(), namespace: None };
     tools.function(function("f"), plain("f")).expect("valid");

@@ -2,10 +2,12 @@
 
 use serde_json::{Map, Value, json};
 
+use super::cfg::{self, Reduced};
 use super::error::GrammarError;
+use super::gbnf::Expr;
 use super::regex::{self, Scope};
 use super::rx::Rx;
-use super::schema;
+use super::{lark as notation, schema};
 
 /// A tool as calls are held to it.
 #[derive(Debug, Clone, PartialEq)]
@@ -16,6 +18,20 @@ pub struct ToolRule {
     pub parameters: Value,
     /// Whether the arguments must fit the schema, or only the call's frame is enforced.
     pub strict: bool,
+    /// What the text of a free-form tool must be. Such a tool takes one argument, [`INPUT`].
+    pub input: Option<InputForm>,
+}
+
+/// The argument that holds the text of a free-form tool.
+pub const INPUT: &str = "input";
+
+/// The form of a free-form tool's text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum InputForm {
+    /// A text of a Lark grammar.
+    Lark(String),
+    /// A text that an expression matches as a whole.
+    Regex(String),
 }
 
 /// Whether to call.
@@ -56,7 +72,9 @@ impl CallRules {
 
     /// Whether a call outside of the markup that the grammar knows would break a promise.
     pub(crate) fn exact(&self) -> bool {
-        !self.parallel || self.choice != Choice::Auto || self.tools.iter().any(|t| t.strict)
+        !self.parallel
+            || self.choice != Choice::Auto
+            || self.tools.iter().any(|t| t.strict || t.input.is_some())
     }
 }
 
@@ -71,7 +89,10 @@ pub(crate) fn lark(rules: &CallRules) -> Result<String, GrammarError> {
     let mut names = Vec::new();
     let mut free = Vec::new();
     for (i, tool) in rules.tools.iter().enumerate() {
-        if tool.strict {
+        if let Some(form) = &tool.input {
+            names.push(format!("t{i}"));
+            out += &free_form(i, &tool.name, form).map_err(|e| e.in_tool(&tool.name))?;
+        } else if tool.strict {
             names.push(format!("t{i}"));
             out += &strict(i, tool).map_err(|e| e.in_tool(&tool.name))?;
         } else {
@@ -95,6 +116,49 @@ pub(crate) fn lark(rules: &CallRules) -> Result<String, GrammarError> {
     }
     out += &format!("call: \"<tool_call>\\n\" ({}) \"\\n</tool_call>\"\n", names.join(" | "));
     Ok(out)
+}
+
+/// What ends a parameter's value.
+const CLOSE: &str = "\n</parameter>\n";
+/// Texts in which a value would end too early, in the syntax of the lexer.
+const CLOSED_INSIDE: &str = "/(?s:.*\\n<\\/parameter>\\n.*)/";
+
+/// Rules for one free-form tool.
+fn free_form(index: usize, name: &str, form: &InputForm) -> Result<String, GrammarError> {
+    let open = quoted(&format!("<function={name}>\n<parameter={INPUT}>\n"));
+    let rule = format!("t{index}v");
+    let head = format!("t{index}: {open} {rule} \"</function>\"\n");
+    let rules = match form {
+        InputForm::Regex(source) => {
+            return Ok(head + &until_closed(&rule, &regex::parse(source, Scope::Whole)?));
+        }
+        InputForm::Lark(source) => notation::parse(source)?,
+    };
+    match cfg::reduced(&rules)? {
+        Reduced::Regular(rx) => Ok(head + &until_closed(&rule, &rx)),
+        // The closing tag is part of the grammar, so that no lexeme can swallow it.
+        Reduced::Recursive(_) => {
+            let mut rules = rules;
+            let whole = vec![Expr::Rule(rules.root), Expr::Literal(CLOSE.to_owned())];
+            rules.root = rules.bodies.len();
+            rules.names.push(String::new());
+            rules.bodies.push(Expr::Seq(whole));
+            match cfg::reduced(&rules)? {
+                Reduced::Recursive(cfg) => Ok(head + &cfg.text(rules.root, &rule, &rule)),
+                Reduced::Regular(rx) => Ok(head + &format!("{rule}: {}\n", rx.lark())),
+            }
+        }
+    }
+}
+
+/// A text of the expression and its closing tag: one lexeme, for the text alone does not say where it ends.
+fn until_closed(rule: &str, rx: &Rx) -> String {
+    let terminal = rule.to_uppercase();
+    let close = quoted(CLOSE);
+    format!(
+        "{rule}: {terminal}\n{terminal}: {terminal}T {close}\n{terminal}T: {} & ~{CLOSED_INSIDE}\n",
+        rx.lark()
+    )
 }
 
 /// Rules for one strict tool: its parameters in declared order, optional ones may be missing.
@@ -201,7 +265,7 @@ fn value(
             }
             // The text and its closing tag are one lexeme, for the text alone does not say where it ends.
             Ok(format!(
-                "{terminal}\n{terminal}: {terminal}V \"{close}\"\n{terminal}V: {} & ~/(?s:.*\\n<\\/parameter>\\n.*)/\n",
+                "{terminal}\n{terminal}: {terminal}V \"{close}\"\n{terminal}V: {} & ~{CLOSED_INSIDE}\n",
                 parts.join(" & ")
             ))
         }
@@ -265,7 +329,7 @@ mod tests {
     use super::*;
 
     fn rule(parameters: Value) -> Result<String, GrammarError> {
-        let tools = vec![ToolRule { name: "f".into(), parameters, strict: true }];
+        let tools = vec![ToolRule { name: "f".into(), parameters, strict: true, input: None }];
         lark(&CallRules { tools, choice: Choice::Auto, parallel: true, frame: true })
     }
 
@@ -299,7 +363,7 @@ mod tests {
         let free = CallRules { parallel: true, ..CallRules::default() };
         assert!(!free.restricts());
         assert!(CallRules { choice: Choice::None, ..free.clone() }.restricts());
-        let tools = vec![ToolRule { name: "f".into(), parameters: json!({}), strict: false }];
+        let tools = vec![ToolRule { name: "f".into(), parameters: json!({}), strict: false, input: None }];
         let with = CallRules { tools, ..free };
         assert!(!with.restricts() && CallRules { frame: true, ..with.clone() }.restricts());
         assert!(CallRules { parallel: false, ..with }.restricts());

@@ -45,6 +45,25 @@ fn too_complex() -> GrammarError {
 /// # Errors
 /// `invalid_grammar` if nothing matches, `constraint_too_complex`.
 pub(crate) fn lark(rules: &Rules) -> Result<String, GrammarError> {
+    Ok(match reduced(rules)? {
+        Reduced::Regular(rx) => format!("start: {}\n", rx.lark()),
+        Reduced::Recursive(cfg) => cfg.text(rules.root, "start", ""),
+    })
+}
+
+/// A grammar as the lexer below can read it.
+pub(crate) enum Reduced {
+    /// One expression.
+    Regular(Rx),
+    /// Productions over lexemes; the root is the one of the rules.
+    Recursive(Cfg),
+}
+
+/// Rules as an expression, or as productions that a greedy lexer reads rightly.
+///
+/// # Errors
+/// `invalid_grammar` if nothing matches, `constraint_too_complex`.
+pub(crate) fn reduced(rules: &Rules) -> Result<Reduced, GrammarError> {
     let cyclic = cyclic_rules(rules);
     let mut build = Build { rules, cyclic, regular: vec![None; rules.bodies.len()], cfg: Cfg::default() };
     if !build.cyclic[rules.root] {
@@ -52,13 +71,13 @@ pub(crate) fn lark(rules: &Rules) -> Result<String, GrammarError> {
         if rx.is_void() {
             return Err(GrammarError::new("invalid_grammar", "nothing matches the grammar"));
         }
-        return Ok(format!("start: {}\n", rx.lark()));
+        return Ok(Reduced::Regular(rx));
     }
     let mut cfg = build.cfg()?;
     cfg.drop_unproductive(rules.root)?;
     for _ in 0..SPLITS {
         match Lexemes::new(&cfg.lexemes)?.conflict(&cfg) {
-            None => return Ok(cfg.text(rules.root)),
+            None => return Ok(Reduced::Recursive(cfg)),
             Some(Conflict { ending, longer }) => {
                 let lexeme = if cfg.splittable(ending) { ending } else { longer };
                 cfg.split(lexeme)?;
@@ -345,8 +364,10 @@ impl Cfg {
         Ok(())
     }
 
-    fn text(&self, root: usize) -> String {
-        let mut out = format!("start: r{root}\n");
+    /// Lark rules, the first of them `start`; names of the others begin with `prefix`, which is in small letters.
+    pub(crate) fn text(&self, root: usize, start: &str, prefix: &str) -> String {
+        let capital = prefix.to_uppercase();
+        let mut out = format!("{start}: {prefix}r{root}\n");
         let mut reachable = vec![false; self.rules.len()];
         let mut queue = vec![root];
         while let Some(rule) = queue.pop() {
@@ -359,7 +380,7 @@ impl Cfg {
         }
         // Writing to a string does not fail.
         for (rule, alternatives) in self.rules.iter().enumerate().filter(|(r, _)| reachable[*r]) {
-            let _ = write!(out, "r{rule}:");
+            let _ = write!(out, "{prefix}r{rule}:");
             for (i, symbols) in alternatives.iter().enumerate() {
                 if i > 0 {
                     out.push_str(" |");
@@ -369,8 +390,8 @@ impl Cfg {
                 }
                 for symbol in symbols {
                     let _ = match symbol {
-                        Symbol::Lexeme(lexeme) => write!(out, " L{lexeme}"),
-                        Symbol::Rule(rule) => write!(out, " r{rule}"),
+                        Symbol::Lexeme(lexeme) => write!(out, " {capital}L{lexeme}"),
+                        Symbol::Rule(rule) => write!(out, " {prefix}r{rule}"),
                     };
                 }
             }
@@ -378,7 +399,7 @@ impl Cfg {
         }
         for (lexeme, rx) in self.lexemes.iter().enumerate() {
             let some = if rx.nullable() { " & /(?s:.)+/" } else { "" };
-            let _ = writeln!(out, "L{lexeme}: {}{some}", rx.lark());
+            let _ = writeln!(out, "{capital}L{lexeme}: {}{some}", rx.lark());
         }
         out
     }

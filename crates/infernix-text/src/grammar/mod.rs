@@ -17,13 +17,14 @@ mod error;
 mod gbnf;
 mod guard;
 mod guide;
+mod lark;
 mod lexable;
 mod regex;
 mod rx;
 mod schema;
 mod vocab;
 
-pub use call::{CallRules, Choice, ToolRule};
+pub use call::{CallRules, Choice, INPUT, InputForm, ToolRule};
 pub use compiler::{Answer, Grammar, GrammarCompiler};
 pub use error::GrammarError;
 pub use guide::{Guide, GuideOptions};
