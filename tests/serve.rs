@@ -168,3 +168,76 @@ fn keys_come_from_a_file_and_are_needed_beyond_this_machine() {
     std::fs::write(&config, "colour = 1\n").expect("written");
     infernix(["serve", "--config", config.to_str().expect("UTF-8")]).fails(2, &["colour", "serve.toml"]);
 }
+
+#[test]
+fn a_server_stopped_in_a_stream_says_so_saves_its_cache_and_the_next_one_finds_it() {
+    let cache = scratch();
+    let file = format!("--prefix-cache-file={}", cache.path().join("prefixes").display());
+    let args = [file.as_str(), "--drain-timeout-ms=100", "--admin=127.0.0.1:0"];
+    let served = Served::new(cache.path(), &args);
+    let prompt = "The colours are red, green and blue. ".repeat(30);
+    let asked = json!({"prompt": prompt, "max_tokens": 4, "temperature": 0});
+    let cached = |served: &Served| {
+        served.post("/v1/completions", &asked)["usage"]["prompt_tokens_details"]["cached_tokens"]
+            .as_u64()
+            .expect("a count")
+    };
+    assert_eq!(cached(&served), 0);
+    let admin =
+        served.said.split("admin: http://").nth(1).expect("its address").lines().next().expect("a line");
+    let mut stream = TcpStream::connect(admin).expect("connects");
+    stream
+        .write_all(format!("GET /metrics HTTP/1.1\r\nhost: {admin}\r\nconnection: close\r\n\r\n").as_bytes())
+        .expect("sent");
+    let mut metrics = String::new();
+    stream.read_to_string(&mut metrics).expect("an answer");
+    assert!(metrics.contains("infernix_engine_ready 1"), "{metrics}");
+
+    let long =
+        json!({"prompt": "On and on.", "max_tokens": 30_000, "ignore_eos": true, "stream": true}).to_string();
+    let mut stream = TcpStream::connect(&served.address).expect("connects");
+    stream.set_read_timeout(Some(Duration::from_secs(120))).expect("a timeout");
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        served.address,
+        long.len()
+    );
+    stream.write_all(format!("{head}{long}").as_bytes()).expect("sent");
+    let mut first = [0; 1024];
+    assert!(stream.read(&mut first).expect("an answer") > 0);
+    assert!(first.starts_with(b"HTTP/1.1 200"));
+    assert_eq!(served.terminate(), 0);
+    let mut rest = String::new();
+    stream.read_to_string(&mut rest).expect("its end");
+    assert!(rest.contains("\"service_unavailable\"") && !rest.contains("[DONE]"), "{rest}");
+
+    let served = Served::new(cache.path(), &args);
+    assert!(cached(&served) > 0, "what the first one had read");
+    assert_eq!(served.terminate(), 0);
+}
+
+#[test]
+fn what_is_wrong_is_said_before_a_model_is_loaded() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port().to_string();
+    infernix(["serve", "--port", &port]).fails(1, &[&port, "--port 0"]);
+    infernix(["serve", "--port", "0", "--admin", &format!("127.0.0.1:{port}")]).fails(1, &["--admin", &port]);
+    infernix(["serve", "--port", "0", "--admin", "9090"]).fails(2, &["--admin", "127.0.0.1:9090"]);
+    infernix(["serve", "--port", "0", "--admin", "0.0.0.0:0"]).fails(2, &["--allow-no-auth"]);
+    infernix(["serve", "--port", "0", "--log-level", "loud,=x"]).fails(2, &["--log-level"]);
+    infernix(["serve", "--port", "0", "--max-concurrency", "1000000"]).fails(2, &["1..=8"]);
+    infernix(["serve", "--port", "0", "/no/such/model"]).fails(1, &["/no/such/model"]);
+    let folder = scratch();
+    let config = folder.path().join("serve.toml");
+    for (text, words) in [
+        ("lossless = true\nbackend = \"cuda\"\n", "--lossless"),
+        ("[http]\nport = 1\n", "http"),
+        ("port = 1\nport = 2\n", "port"),
+        ("max-request-mib = 100\nmax-requests-mib = 1\n", "--max-requests-mib"),
+        ("request-log-keep = 2\nrequest-log-max-mib = 3\n", "--request-log-jsonl"),
+        ("port = \"eighty\"\n", "eighty"),
+    ] {
+        std::fs::write(&config, text).expect("written");
+        infernix(["serve", "--config", config.to_str().expect("UTF-8"), "--port", "0"]).fails(2, &[words]);
+    }
+}

@@ -75,6 +75,15 @@ def refused(kind, path, body, inner):
     counts["errors"] += 1
 
 
+def broken(kind, path, body, inner=None):
+    """A stream that fails in the middle: its last event."""
+    status, text = send(path, {**body, "stream": True})
+    assert status == 200, (path, status, text)
+    last = json.loads([line[6:] for line in text.split("\n") if line.startswith("data: ")][-1])
+    fits(kind, json.dumps(last[inner] if inner else last), f"{path} failure")
+    counts["errors"] += 1
+
+
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 FUNCTION = {"name": "run_shell_command", "description": "Runs a command.", "parameters": SCHEMA}
 ASK = "Say that the probe is done."
@@ -138,6 +147,7 @@ def responses():
         turn(ASK, top_logprobs=1, include=["message.output_text.logprobs"], temperature=0.5, top_p=0.9),
         turn(TASK, tools=[flat]),
         turn(ASK, tools=[group, custom, {"type": "web_search"}], parallel_tool_calls=False),
+        turn(ASK, text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}, max_output_tokens=8),
         turn(ASK, text={"format": {"type": "text"}}, reasoning={"effort": "low", "summary": "auto"}, store=False),
     ]
     for body in bodies:
@@ -174,6 +184,14 @@ def messages():
     refused(ErrorResponse, "/v1/messages", {"model": MODEL}, False)
 
 
-for part in (chat, completions, responses, messages):
+def failures():
+    said = [{"role": "user", "content": "PROBE-FAIL"}]
+    broken(ErrorObject, "/v1/chat/completions", {"model": MODEL, "messages": said}, "error")
+    broken(ErrorObject, "/v1/completions", {"model": MODEL, "prompt": "PROBE-FAIL"}, "error")
+    broken(ResponseStreamEvent, "/v1/responses", {"model": MODEL, "input": "PROBE-FAIL"})
+    broken(ErrorResponse, "/v1/messages", {"model": MODEL, "max_tokens": 99, "messages": said})
+
+
+for part in (chat, completions, responses, messages, *([failures] if SCRIPTED else [])):
     part()
 print("all fit the SDKs' types:", ", ".join(f"{n} {what}" for what, n in counts.items()), "(probe)")

@@ -1,13 +1,15 @@
 //! A server whose engine plays prepared turns, for tests with real clients: their prompts are longer than the demo
 //! model's context, and what they do must not depend on what a small model says.
 //!
-//! A user text with PROBE-TOOL gets a call of the first shell tool that the prompt declares; everything else, and the
+//! A user text with PROBE-FAIL gets the beginning of an answer and a failure; one with PROBE-TOOL gets a call of the first shell tool that the prompt declares; everything else, and the
 //! turn after a tool's result, gets a sentence. The engine sees token ids only, so the turn is read from the prompt's
 //! text, as a model would read it.
 #![expect(clippy::print_stdout, reason = "tells the base URL to whoever started it")]
 
 use infernix_engine::cache::{Excerpt, Miss, MissCause};
-use infernix_engine::sched::{Event, Finish, Request, Sampled, ScriptedEngine, Status, Timings, Usage};
+use infernix_engine::sched::{
+    Event, Finish, Request, RequestError, Sampled, ScriptedEngine, Status, Timings, Usage,
+};
 use infernix_serve::{App, ModelInfo, ServeOptions, serve};
 use infernix_text::{ChatFormat, Resources};
 use serde_json::Value;
@@ -16,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const MARK: &str = "PROBE-TOOL";
+const FAIL: &str = "PROBE-FAIL";
 const TOOLS: [&str; 5] = ["exec_command", "shell", "shell_command", "Bash", "run_shell_command"];
 
 /// The turn that a prompt gets, without the reasoning's opening.
@@ -105,6 +108,11 @@ fn play(format: &ChatFormat, request: &Request) -> Vec<Event> {
     }
     events.push(Event::PromptProgress { done: request.prompt.len(), total: request.prompt.len() });
     events.extend(ids[..given].iter().map(|&id| Event::Tokens(vec![sampled(id, request.logprobs)])));
+    if prompt.contains(FAIL) {
+        events.truncate(events.len() - given / 2);
+        events.push(Event::Failed(RequestError::Engine("a planted failure".to_owned())));
+        return events;
+    }
     let stop = request.stop_tokens.first().copied().unwrap_or_default();
     let reason =
         if given < ids.len() || request.max_tokens == 0 { Finish::Length } else { Finish::Stop(stop) };

@@ -2,7 +2,7 @@
 
 use crate::error::ApiError;
 use crate::ids;
-use crate::piece::{End, Finish, Piece, Progress, Times, TokenLogprob, TokenUsage};
+use crate::piece::{End, Finish, Observed, Piece, Progress, Times, TokenLogprob, TokenUsage};
 use crate::reply::Running;
 use crate::tools::{Call, Tools};
 use infernix_engine::cache::Miss;
@@ -25,6 +25,8 @@ pub(crate) struct DecodeOptions {
     pub(crate) stops: Vec<String>,
     /// The content is constrained: stop strings match reasoning only.
     pub(crate) constrained: bool,
+    /// Content or calls are held to a form, and the answer says what became of it.
+    pub(crate) observed: bool,
     pub(crate) tolerant: bool,
     pub(crate) logprobs: bool,
     pub(crate) prompt_tokens: usize,
@@ -46,6 +48,8 @@ pub(crate) struct Decoder {
     usage: TokenUsage,
     calls: usize,
     said: bool,
+    /// Content, apart from reasoning.
+    wrote: bool,
     read: usize,
     submitted: Instant,
     admitted: Option<Instant>,
@@ -81,6 +85,7 @@ impl Decoder {
             usage: TokenUsage { prompt: options.prompt_tokens, ..TokenUsage::default() },
             calls: 0,
             said: false,
+            wrote: false,
             read: 0,
             submitted: Instant::now(),
             admitted: None,
@@ -234,6 +239,7 @@ impl Decoder {
                     self.flush_reasoning(out);
                     if !text.is_empty() {
                         self.said = true;
+                        self.wrote = true;
                         out.push(Piece::Content(text, std::mem::take(&mut self.pending)));
                     }
                 }
@@ -308,8 +314,15 @@ impl Decoder {
             out.push(Piece::Content(String::new(), rest));
         }
         self.ended = true;
+        let branch = match (self.calls > 0, self.wrote) {
+            (true, _) => "tools",
+            (false, true) => "content",
+            (false, false) => "undecided",
+        };
+        let complete = matches!(finish, Finish::Stop | Finish::Calls) && branch != "undecided";
         out.push(Piece::End(Box::new(End {
             finish,
+            constraint: self.options.observed.then_some(Observed { branch, complete }),
             usage: self.usage,
             timings: times.unwrap_or_else(|| self.times()),
             diagnostics: self.parser.diagnostics(),

@@ -100,6 +100,24 @@ pub(crate) struct End {
     pub(crate) usage: TokenUsage,
     pub(crate) timings: Times,
     pub(crate) diagnostics: Diagnostics,
+    /// What became of the constraint, where the answer had one.
+    pub(crate) constraint: Option<Observed>,
+}
+
+/// What became of a constraint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Observed {
+    /// What the answer turned out to be: `content`, `tools`, or `undecided` where it ended before either.
+    pub(crate) branch: &'static str,
+    /// Whether the answer came to the end that the constraint demands; a cut one did not.
+    pub(crate) complete: bool,
+}
+
+impl Observed {
+    /// As every protocol shows it.
+    pub(crate) fn to_json(self) -> Value {
+        json!({"branch": self.branch, "complete": self.complete})
+    }
 }
 
 /// Token counts of an answer.

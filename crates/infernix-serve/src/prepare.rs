@@ -161,6 +161,7 @@ impl App {
             tools,
             stops: turn.stops.clone(),
             constrained: turn.format.is_some(),
+            observed: turn.format.is_some() || call_rules(&turn.tools).is_some_and(|r| r.demands()),
             tolerant: self.options.tolerant_tool_calls,
             logprobs: turn.logprobs.is_some(),
             prompt_tokens: prompt.len(),

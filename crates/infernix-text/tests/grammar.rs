@@ -717,3 +717,45 @@ fn compiled_grammars_are_kept() {
     }
     assert!(!Arc::ptr_eq(&first, &answer(&compiler, &Answer::Regex("[ab]+".into()))));
 }
+
+#[test]
+fn sources_that_are_all_depth_or_all_breadth_are_answered_on_a_small_stack() {
+    // As a server compiles: on threads with two megabytes.
+    let small = std::thread::Builder::new().stack_size(2 << 20).spawn(|| {
+        let compiler = compiler();
+        let chain = |n: usize, end: &str| -> String {
+            (0..n).map(|i| format!("a{i} ::= a{}\n", i + 1)).chain([format!("a{n} ::= {end}\n")]).collect()
+        };
+        let nested: String =
+            (0..3000).map(|i| format!("a{i} ::= \"x\" | \"y\" a{} \"z\"\n", i + 1)).collect();
+        let words: String = (0..2500).map(|i| format!("\"w{i}\" root | ")).collect();
+        let mut sources = vec![
+            format!("root ::= a0\n{}", chain(3500, "\"x\"")),
+            format!("root ::= a0 \"y\" | \"(\" root \")\"\n{}", chain(3500, "\"x\" root | \"z\"")),
+            format!("root ::= a0\n{nested}a3000 ::= \"x\"\n"),
+            format!("root ::= {words}\".\""),
+            format!("root ::= \"a\"{}", "?".repeat(60_000)),
+            format!("root ::= {}\"a\"{}", "(".repeat(60), ")*".repeat(60)),
+        ];
+        sources.push("root ::= ((\"a\"{4096}){4096}){4096} | \"b\" root".to_owned());
+        for source in sources {
+            let start = &source[..source.len().min(60)];
+            match compiler.compile(Some(&Answer::Gbnf(source.clone())), None) {
+                Ok(grammar) => drop(grammar.guide(GuideOptions::default()).accepts(&bytewise("xyz"))),
+                Err(error) => assert!(!error.message.is_empty(), "{start}"),
+            }
+            let lark = source.replace("::=", ":").replace("root", "start");
+            if let Err(error) = free_form(InputForm::Lark(lark)) {
+                assert!(!error.message.is_empty(), "{start}");
+            }
+        }
+        let refs: serde_json::Map<String, Value> =
+            (0..8000).map(|i| (format!("d{i}"), json!({"$ref": format!("#/$defs/d{}", i + 1)}))).collect();
+        let mut schema = json!({"$ref": "#/$defs/d0", "$defs": refs});
+        schema["$defs"]["d8000"] = json!({"type": "string"});
+        if let Err(error) = compiler.compile(Some(&Answer::Schema(schema)), None) {
+            assert!(!error.message.is_empty());
+        }
+    });
+    small.expect("a thread").join().expect("no panic");
+}

@@ -5,7 +5,7 @@
 
 use super::ChatSend;
 use crate::error::{ApiError, Wire};
-use crate::piece::{End, Finish, Piece, Times, TokenLogprob, TokenUsage};
+use crate::piece::{End, Finish, Observed, Piece, Times, TokenLogprob, TokenUsage};
 use crate::reply::{Frames, Reply, Running};
 use crate::tools::{Call, Identity, Tools};
 use serde_json::{Map, Value, json};
@@ -28,6 +28,7 @@ struct Choice {
     logprobs: Vec<Value>,
     calls: Vec<Value>,
     finish: Option<&'static str>,
+    constraint: Option<Observed>,
 }
 
 /// The state machine.
@@ -103,9 +104,13 @@ impl ChatReply {
         }
         let logprobs =
             if logprobs.is_empty() { Value::Null } else { json!({"content": logprobs, "refusal": null}) };
-        let mut chunk = self.chunk(json!([{
+        let mut choice = json!({
             "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish,
-        }]));
+        });
+        if let Some(observed) = self.choices[index].constraint {
+            choice["constraint"] = observed.to_json();
+        }
+        let mut chunk = self.chunk(json!([choice]));
         if let Some(timings) = timings {
             chunk.insert("timings".to_owned(), timings);
         }
@@ -149,6 +154,7 @@ impl ChatReply {
             _ => "tool_calls",
         };
         choice.finish = Some(finish);
+        choice.constraint = end.constraint;
         let last = self.choices.iter().all(|c| c.finish.is_some());
         let timings = (self.send.timings || last && !self.send.usage).then(|| self.times.to_json(self.usage));
         self.delta(index, json!({}), Vec::new(), Some(finish), timings);
@@ -283,9 +289,13 @@ impl Reply for ChatReply {
             } else {
                 Value::Null
             };
-            choices.push(json!({
+            let mut value = json!({
                 "index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish,
-            }));
+            });
+            if let Some(observed) = choice.constraint {
+                value["constraint"] = observed.to_json();
+            }
+            choices.push(value);
         }
         Ok(json!({
             "id": self.id, "object": "chat.completion", "created": self.created, "model": self.model,

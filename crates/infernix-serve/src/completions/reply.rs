@@ -2,7 +2,7 @@
 
 use crate::chat::ChatSend;
 use crate::error::{ApiError, Wire};
-use crate::piece::{Finish, Piece, Times, TokenLogprob, TokenUsage, finite};
+use crate::piece::{Finish, Observed, Piece, Times, TokenLogprob, TokenUsage, finite};
 use crate::reply::{Frames, Reply, Running};
 use serde_json::{Map, Value, json};
 
@@ -11,6 +11,7 @@ struct Choice {
     text: String,
     logprobs: Logprobs,
     finish: Option<&'static str>,
+    constraint: Option<Observed>,
 }
 
 /// Log-probabilities in the old form: parallel lists.
@@ -189,6 +190,7 @@ impl Reply for CompletionsReply {
                     _ => "stop",
                 };
                 self.choices[index].finish = Some(finish);
+                self.choices[index].constraint = end.constraint;
                 self.prompts[index / self.n].add_choice(end.usage);
                 self.times.prompt = self.times.prompt.max(end.timings.prompt);
                 self.times.decode = self.times.decode.max(end.timings.decode);
@@ -199,11 +201,12 @@ impl Reply for CompletionsReply {
                     let timings = (last && !self.send.usage).then(|| self.times.to_json(self.usage()));
                     let logprobs =
                         if self.with_logprobs { self.choices[index].logprobs.take() } else { Value::Null };
-                    self.chunk(
-                        json!([{"index": index, "text": "", "logprobs": logprobs, "finish_reason": finish}]),
-                        Value::Null,
-                        timings,
-                    );
+                    let mut choice =
+                        json!({"index": index, "text": "", "logprobs": logprobs, "finish_reason": finish});
+                    if let Some(observed) = end.constraint {
+                        choice["constraint"] = observed.to_json();
+                    }
+                    self.chunk(json!([choice]), Value::Null, timings);
                     if last {
                         if self.send.usage {
                             let usage = self.usage();
@@ -239,9 +242,13 @@ impl Reply for CompletionsReply {
         let mut choices = Vec::with_capacity(self.choices.len());
         for (index, mut choice) in self.choices.drain(..).enumerate() {
             let logprobs = if self.with_logprobs { choice.logprobs.take() } else { Value::Null };
-            choices.push(json!({
+            let mut value = json!({
                 "index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish,
-            }));
+            });
+            if let Some(observed) = choice.constraint {
+                value["constraint"] = observed.to_json();
+            }
+            choices.push(value);
         }
         Ok(json!({
             "id": self.id, "object": "text_completion", "created": self.created, "model": self.model,

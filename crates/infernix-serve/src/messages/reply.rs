@@ -5,7 +5,7 @@
 
 use super::signature;
 use crate::error::{ApiError, Wire};
-use crate::piece::{End, Finish, Found, Piece, TokenUsage};
+use crate::piece::{End, Finish, Found, Observed, Piece, TokenUsage};
 use crate::reply::{Frames, Reply, Running};
 use crate::tools::{Call, Identity, Tools};
 use serde_json::{Value, json};
@@ -37,6 +37,7 @@ pub(crate) struct MessagesReply {
     client_calls: bool,
     usage: TokenUsage,
     stop: Option<(&'static str, Option<String>)>,
+    constraint: Option<Observed>,
     frames: Frames,
     failed: Option<ApiError>,
     ended: bool,
@@ -65,6 +66,7 @@ impl MessagesReply {
             client_calls: false,
             usage: TokenUsage::default(),
             stop: None,
+            constraint: None,
             frames: Frames::default(),
             failed: None,
             ended: false,
@@ -84,10 +86,14 @@ impl MessagesReply {
             }
             None => (Value::Null, Value::Null),
         };
-        json!({
+        let mut message = json!({
             "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content,
             "stop_reason": reason, "stop_sequence": sequence, "usage": usage,
-        })
+        });
+        if let Some(observed) = self.constraint {
+            message["constraint"] = observed.to_json();
+        }
+        message
     }
 
     fn start(&mut self, usage: TokenUsage) {
@@ -226,6 +232,7 @@ impl MessagesReply {
     fn end(&mut self, end: &End) {
         self.close();
         self.usage = end.usage;
+        self.constraint = end.constraint;
         self.stop = Some(match &end.finish {
             Finish::Stop | Finish::Calls if self.client_calls => ("tool_use", None),
             Finish::Stop | Finish::Calls => ("end_turn", None),
@@ -236,7 +243,11 @@ impl MessagesReply {
         let message = self.message(&[], Value::Null);
         let delta = json!({"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]});
         let usage = self.usage.to_messages();
-        self.event("message_delta", &json!({"type": "message_delta", "delta": delta, "usage": usage}));
+        let mut event = json!({"type": "message_delta", "delta": delta, "usage": usage});
+        if let Some(observed) = self.constraint {
+            event["constraint"] = observed.to_json();
+        }
+        self.event("message_delta", &event);
         self.event("message_stop", &json!({"type": "message_stop"}));
         self.ended = true;
     }

@@ -87,6 +87,7 @@ pub(crate) fn parse(
     if include.logprobs && turn.logprobs.is_none() {
         turn.logprobs = Some(0);
     }
+    template.text = shown_text(fields.peek("text"));
     if let Some(mut text) = fields.fields("text")? {
         if let Some(format) = text.fields("format")? {
             let format = text_format(format)?;
@@ -185,6 +186,20 @@ fn read_include(fields: &mut Fields) -> Result<Include, ApiError> {
         }
     }
     Ok(include)
+}
+
+/// `text` as the response repeats it; its type has a name for every schema.
+fn shown_text(text: Option<&Value>) -> Value {
+    let mut shown = json!({"format": {"type": "text"}});
+    if let (Value::Object(shown), Some(Value::Object(text))) = (&mut shown, text) {
+        shown.extend(text.clone().into_iter().filter(|(_, v)| !v.is_null()));
+        if let Some(Value::Object(format)) = shown.get_mut("format")
+            && format.get("type") == Some(&"json_schema".into())
+        {
+            format.entry("name").or_insert_with(|| "response".into());
+        }
+    }
+    shown
 }
 
 fn text_format(mut format: Fields) -> Result<Option<ContentFormat>, ApiError> {

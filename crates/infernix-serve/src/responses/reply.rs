@@ -6,7 +6,7 @@
 use super::input::mirror;
 use crate::error::ApiError;
 use crate::ids;
-use crate::piece::{End, Finish, Found, Piece, TokenLogprob, TokenUsage};
+use crate::piece::{End, Finish, Found, Observed, Piece, TokenLogprob, TokenUsage};
 use crate::reply::{Frames, Reply, Running};
 use crate::tools::{Call, Identity};
 use infernix_text::Tool;
@@ -20,6 +20,8 @@ pub(crate) struct Template {
     pub(crate) metadata: Map<String, Value>,
     pub(crate) tools: Value,
     pub(crate) tool_choice: Value,
+    /// `text` of the request: its format, above all.
+    pub(crate) text: Value,
     pub(crate) parallel: bool,
     pub(crate) store: bool,
     pub(crate) max_tokens: Option<usize>,
@@ -52,6 +54,7 @@ pub(crate) struct ResponsesReply {
     past_message: bool,
     client_calls: bool,
     status: &'static str,
+    constraint: Option<Observed>,
     usage: Option<TokenUsage>,
     frames: Frames,
     failed: Option<ApiError>,
@@ -80,6 +83,7 @@ impl ResponsesReply {
             past_message: false,
             client_calls: false,
             status: "in_progress",
+            constraint: None,
             usage: None,
             frames: Frames::default(),
             failed: None,
@@ -95,20 +99,24 @@ impl ResponsesReply {
             _ => Value::Null,
         };
         let error = match &self.failed {
-            Some(error) => json!({"code": error.code, "message": error.message}),
+            Some(error) => json!({"code": error_code(error), "message": error.message}),
             None => Value::Null,
         };
-        json!({
+        let mut response = json!({
             "id": self.id, "object": "response", "created_at": self.created, "status": self.status,
             "background": false, "error": error, "incomplete_details": incomplete,
             "instructions": t.instructions, "max_output_tokens": t.max_tokens, "model": self.model,
             "output": self.output, "parallel_tool_calls": t.parallel, "previous_response_id": t.previous,
             "reasoning": {"effort": t.effort, "summary": t.summary}, "store": t.store,
-            "temperature": t.temperature.unwrap_or(1.0), "text": {"format": {"type": "text"}},
+            "temperature": t.temperature.unwrap_or(1.0), "text": t.text,
             "tool_choice": t.tool_choice, "tools": t.tools, "top_p": t.top_p.unwrap_or(1.0),
             "truncation": "disabled", "metadata": t.metadata,
             "usage": self.usage.map(TokenUsage::to_responses),
-        })
+        });
+        if let Some(observed) = self.constraint {
+            response["constraint"] = observed.to_json();
+        }
+        response
     }
 
     fn event(&mut self, name: &str, fields: Value) {
@@ -324,6 +332,7 @@ impl ResponsesReply {
 
     fn end(&mut self, end: &End) {
         self.usage = Some(end.usage);
+        self.constraint = end.constraint;
         let cut = matches!(end.finish, Finish::Length | Finish::Context);
         self.status = if cut { "incomplete" } else { "completed" };
         self.close(self.status);
@@ -336,6 +345,16 @@ impl ResponsesReply {
             let response = self.response();
             self.event(&format!("response.{}", self.status), json!({"response": response}));
         }
+    }
+}
+
+/// The published type knows a list of codes; what agents read beside it stays.
+fn error_code(error: &ApiError) -> &'static str {
+    match (error.code, error.status) {
+        ("context_length_exceeded", _) => "context_length_exceeded",
+        (_, 429) => "rate_limit_exceeded",
+        (_, ..500) => "invalid_prompt",
+        _ => "server_error",
     }
 }
 

@@ -3,7 +3,7 @@
 
 use super::checker;
 use super::client::{Answer, CONTEXT, FORMAT, Server};
-use crate::options::ServeOptions;
+use crate::options::{ApiKey, ServeOptions};
 use infernix_engine::EngineError;
 use infernix_engine::driver::{DraftLane, Image, LaneInput, LaneOutput, Sequence, Want};
 use infernix_engine::sample::{NoToken, Sampler};
@@ -386,4 +386,37 @@ fn those_who_run_the_server_drain_it_and_save_and_empty_its_cache() {
     assert_eq!(server.request_at(server.admin, "POST", "/admin/drain", &[], b"").status, 415);
     assert_eq!(server.request_at(server.admin, "GET", "/metrics", &[], b"").status, 200);
     assert_eq!(server.request_at(server.admin, "POST", "/v1/completions", &evil[..1], b"{}").status, 404);
+}
+
+#[test]
+fn a_key_sees_neither_in_time_nor_in_words_what_another_key_has_sent() {
+    let key = |name: &str| ApiKey { name: name.into(), key: format!("secret-{name}") };
+    let options = ServeOptions { keys: vec![key("ann"), key("ben")], ..ServeOptions::default() };
+    let (server, _) = server(Place::Nowhere, CacheOptions::default(), options);
+    let secret = "The launch code of the moon base is 4711. ".repeat(20);
+    let ask = |who: &str, path: &str, body: &Value| {
+        let authorization = format!("Bearer secret-{who}");
+        let headers = [("content-type", "application/json"), ("authorization", authorization.as_str())];
+        server.request("POST", path, &headers, body.to_string().as_bytes())
+    };
+    let misses = |who: &str| {
+        let authorization = format!("Bearer secret-{who}");
+        server.request("GET", "/v1/status", &[("authorization", &authorization)], b"").json()["misses"]
+            .to_string()
+    };
+    let body =
+        json!({"messages": [{"role": "user", "content": secret}], "max_tokens": 4, "ignore_eos": true});
+    for (who, hit) in [("ann", false), ("ann", true), ("ben", false), ("ben", true)] {
+        let answer = ask(who, "/v1/chat/completions", &body);
+        let cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
+        assert_eq!(cached > Some(0), hit, "{who}");
+        let said = answer.header("x-infernix-cache").expect("a header").to_owned();
+        assert!(hit || said.ends_with("reason=cold; shared=0"), "{who}: {said}");
+    }
+    // A guess that parts from the secret in the middle is told where, but only to its own key.
+    let guess = json!({"messages": [{"role": "user", "content": secret.replace("4711. The", "0815. The")}],
+                       "max_tokens": 4, "ignore_eos": true});
+    assert_eq!(ask("ann", "/v1/chat/completions", &guess).status, 200);
+    assert!(misses("ann").contains("4711") && misses("ann").contains("0815"));
+    assert!(!misses("ben").contains("4711") && !misses("ben").contains("0815"));
 }

@@ -44,6 +44,7 @@ fn options(start: Start, stops: Vec<String>, constrained: bool) -> DecodeOptions
         tools,
         stops,
         constrained,
+        observed: constrained,
         tolerant: false,
         logprobs: true,
         prompt_tokens: 10,
@@ -277,6 +278,7 @@ proptest! {
             usage: crate::piece::TokenUsage::default(),
             timings: crate::piece::Times::default(),
             diagnostics: infernix_text::Diagnostics::default(),
+            constraint: None,
         };
         pieces.push((Piece::End(Box::new(end)), Running::default()));
         // Nothing after an end is written.

@@ -437,3 +437,125 @@ fn constraints_reach_the_engine_and_what_cannot_be_held_is_refused_with_its_plac
     let body = json!({"input": "x", "structured_outputs": {"regex": "["}});
     assert_eq!(server.post("/v1/responses", &body).code(), "invalid_regex");
 }
+
+#[test]
+fn every_protocol_says_what_became_of_a_constraint() {
+    let server = Server::new(ServeOptions::default(), |r| {
+        let reason = if r.max_tokens < 9 { Finish::Length } else { Finish::Constraint };
+        let text = if r.constraint.is_some() { "{\"a\":1}" } else { "free" };
+        Ok(says(r, &format!("\n</think>\n\n{text}"), 2, reason))
+    });
+    let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]});
+    let format = json!({"type": "json_schema", "name": "x", "schema": schema});
+    let chat = json!({"type": "json_schema", "json_schema": format});
+    let done = json!({"branch": "content", "complete": true});
+    let body = json!({"messages": user("x"), "response_format": chat, "enable_thinking": true});
+    let answer = server.post("/v1/chat/completions", &body).json();
+    assert_eq!(answer["choices"][0]["constraint"], done);
+    let mut stream = body;
+    stream["stream"] = true.into();
+    let answer = server.post("/v1/chat/completions", &stream);
+    assert!(answer.body.contains(&format!("\"constraint\":{done}")), "{}", answer.body);
+    let body = json!({"input": "x", "text": {"format": format}, "reasoning": {"effort": "low"}});
+    let answer = server.post("/v1/responses", &body).json();
+    assert_eq!((&answer["constraint"], &answer["text"]["format"]), (&done, &format), "and the format itself");
+    let thinking = json!({"type": "adaptive"});
+    let body = json!({"model": "m", "max_tokens": 99, "messages": user("x"), "thinking": thinking,
+                      "output_config": {"format": format}});
+    assert_eq!(server.post("/v1/messages", &body).json()["constraint"], done);
+    // An answer that was cut has not come to its end; a free one has no such field.
+    let body = json!({"input": "x", "text": {"format": format}, "max_output_tokens": 2});
+    let cut = json!({"branch": "undecided", "complete": false});
+    assert_eq!(server.post("/v1/responses", &body).json()["constraint"], cut);
+    assert!(server.post("/v1/responses", &json!({"input": "x"})).json().get("constraint").is_none());
+}
+
+#[test]
+fn free_form_tools_are_held_to_their_grammar_and_come_back_as_their_text() {
+    let server = Server::new(ServeOptions::default(), |r| {
+        assert!(r.constraint.is_some(), "held");
+        let call = "<function=patch>\n<parameter=input>\n+a\n-b\n\n</parameter>\n</function>";
+        Ok(says(r, &format!("\n</think>\n\n<tool_call>\n{call}\n</tool_call>"), 2, Finish::Stop(0)))
+    });
+    let lark = "start: line+\nline: /[+-]/ /[^\\n]*/ \"\\n\"";
+    let format = json!({"type": "grammar", "syntax": "lark", "definition": lark});
+    let tools = json!([{"type": "custom", "name": "patch", "format": format}]);
+    let answer = server.post("/v1/responses", &json!({"input": "x", "tools": tools})).json();
+    let item = answer["output"].as_array().expect("items").last().expect("a call");
+    assert_eq!((&item["type"], &item["input"]), (&json!("custom_tool_call"), &json!("+a\n-b\n")));
+    assert_eq!(answer["constraint"], json!({"branch": "tools", "complete": true}));
+    let inner = json!({"type": "grammar", "grammar": {"syntax": "lark", "definition": lark}});
+    let tools = json!([{"type": "custom", "custom": {"name": "patch", "format": inner}}]);
+    let answer = server.post("/v1/chat/completions", &json!({"messages": user("x"), "tools": tools})).json();
+    assert_eq!(answer["choices"][0]["message"]["tool_calls"][0]["custom"]["input"], "+a\n-b\n");
+    for (format, code, words) in [
+        (json!({"type": "grammar", "syntax": "lark", "definition": "start: x"}), "invalid_grammar", "line 1"),
+        (json!({"type": "grammar", "syntax": "regex", "definition": "("}), "invalid_regex", "\"patch\""),
+        (json!({"type": "grammar", "syntax": "peg", "definition": ""}), "invalid_value", "lark, regex"),
+    ] {
+        let tools = json!([{"type": "custom", "name": "patch", "format": format}]);
+        let answer = server.post("/v1/responses", &json!({"input": "x", "tools": tools}));
+        assert_eq!((answer.status, answer.code().as_str()), (400, code));
+        assert!(answer.body.contains(words.trim_matches('"')), "{}", answer.body);
+    }
+}
+
+#[test]
+fn a_last_turn_of_the_assistant_is_continued_in_every_protocol() {
+    let prompts: Arc<Mutex<Vec<Vec<u32>>>> = Arc::default();
+    let seen = Arc::clone(&prompts);
+    let server = Server::new(ServeOptions::default(), move |r| {
+        seen.lock().expect("lock").push(r.prompt.clone());
+        Ok(says(r, " blue.", 2, Finish::Stop(0)))
+    });
+    let turns = json!([{"role": "user", "content": "The sky?"}, {"role": "assistant", "content": "It is"}]);
+    let body = json!({"messages": turns, "enable_thinking": false});
+    let answer = server.post("/v1/chat/completions", &body).json();
+    assert_eq!(answer["choices"][0]["message"]["content"], " blue.");
+    assert_eq!(
+        server.post("/v1/messages", &json!({"model": "m", "max_tokens": 9, "messages": turns})).status,
+        200
+    );
+    let body = json!({"input": turns, "reasoning": {"effort": "none"}});
+    assert_eq!(server.post("/v1/responses", &body).status, 200);
+    let prompts = prompts.lock().expect("lock");
+    assert!(FORMAT.tokenizer().decode(&prompts[0], false).ends_with("It is"));
+    assert!(prompts[0] == prompts[1] && prompts[1] == prompts[2]);
+    drop(prompts);
+    let body = json!({"messages": turns, "enable_thinking": true});
+    assert_eq!(server.post("/v1/chat/completions", &body).status, 400);
+}
+
+#[test]
+fn what_a_request_says_about_sampling_reaches_the_engine_and_flags_fill_the_rest() {
+    let asked: Arc<Mutex<Vec<infernix_engine::sample::SamplerOptions>>> = Arc::default();
+    let seen = Arc::clone(&asked);
+    let sampling = infernix_text::Sampling { top_p: Some(0.25), ..infernix_text::Sampling::default() };
+    let options = ServeOptions { sampling, seed: Some(5), ..ServeOptions::default() };
+    let server = Server::new(options, move |r| {
+        seen.lock().expect("lock").push(r.sampling.clone());
+        Ok(says(r, THINKS, 2, Finish::Stop(0)))
+    });
+    let body = json!({"messages": user("x"), "temperature": 0.5, "top_k": 7, "min_p": 0.1, "presence_penalty": -1,
+                      "frequency_penalty": 1.5, "repetition_penalty": 1.25, "seed": 9, "logit_bias": {"17": -100, "3": 2.5}});
+    assert_eq!(server.post("/v1/chat/completions", &body).status, 200);
+    assert_eq!(
+        server.post("/v1/chat/completions", &json!({"messages": user("x"), "top_p": 0.75})).status,
+        200
+    );
+    let asked = asked.lock().expect("lock");
+    let s = &asked[0];
+    assert_eq!((s.temperature, s.top_k, s.top_p, s.min_p), (0.5, 7, 0.25, 0.1));
+    assert_eq!((s.presence_penalty, s.frequency_penalty, s.repetition_penalty, s.seed), (-1.0, 1.5, 1.25, 9));
+    assert_eq!(s.logit_bias, [(17, -100.0), (3, 2.5)]);
+    assert_eq!((asked[1].top_p, asked[1].seed), (0.75, 5));
+}
+
+#[test]
+fn clients_may_ask_with_head_whether_the_server_lives() {
+    let server = Server::saying(THINKS);
+    for path in ["/", "/health", "/v1/models"] {
+        let answer = server.request("HEAD", path, &[], b"");
+        assert_eq!((answer.status, answer.body.as_str()), (200, ""), "{path}");
+    }
+}

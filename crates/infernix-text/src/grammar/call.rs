@@ -70,6 +70,12 @@ impl CallRules {
         }
     }
 
+    /// Whether more is demanded of calls than their frame and a declared name.
+    #[must_use]
+    pub fn demands(&self) -> bool {
+        self.choice == Choice::Required || self.tools.iter().any(|t| t.strict || t.input.is_some())
+    }
+
     /// Whether a call outside of the markup that the grammar knows would break a promise.
     pub(crate) fn exact(&self) -> bool {
         !self.parallel

@@ -11,7 +11,7 @@ use std::fmt::Write;
 
 use super::error::GrammarError;
 use super::gbnf::{Expr, Rules};
-use super::lexable::{Conflict, Lexemes};
+use super::lexable::{Conflict, Lexemes, Work};
 use super::rx::Rx;
 
 /// Most nodes of a regular expression made of rules.
@@ -75,8 +75,9 @@ pub(crate) fn reduced(rules: &Rules) -> Result<Reduced, GrammarError> {
     }
     let mut cfg = build.cfg()?;
     cfg.drop_unproductive(rules.root)?;
+    let mut work = Work::new();
     for _ in 0..SPLITS {
-        match Lexemes::new(&cfg.lexemes)?.conflict(&cfg) {
+        match Lexemes::new(&cfg.lexemes, &mut work)?.conflict(&cfg, &mut work)? {
             None => return Ok(Reduced::Recursive(cfg)),
             Some(Conflict { ending, longer }) => {
                 let lexeme = if cfg.splittable(ending) { ending } else { longer };

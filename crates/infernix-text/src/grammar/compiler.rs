@@ -21,6 +21,9 @@ const KEPT: (usize, usize) = (64, 8 << 20);
 const CHOICES: (usize, usize) = (4096, 65_536);
 /// Longest schema, in bytes of its JSON.
 const SCHEMA: usize = 1 << 20;
+/// Stack of a compilation, reserved and not used until it is needed: its depth grows with chains of rules and of
+/// references, which the limits on the length of sources bound.
+const STACK: usize = 256 << 20;
 /// Subschemas compiled alone to find the one at fault.
 const SEARCHED: usize = 256;
 
@@ -124,7 +127,7 @@ impl GrammarCompiler {
                 return Ok(grammar);
             }
         }
-        let grammar = Arc::new(self.build(answer, calls)?);
+        let grammar = Arc::new(self.build_deep(answer, calls)?);
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.push((key, Arc::clone(&grammar)));
         while kept.len() > KEPT.0
@@ -133,6 +136,22 @@ impl GrammarCompiler {
             kept.remove(0);
         }
         Ok(grammar)
+    }
+
+    /// [`Self::build`] with room for sources that are all depth. A thread that dies costs this grammar alone.
+    fn build_deep(
+        &self,
+        answer: Option<&Answer>,
+        calls: Option<&CallRules>,
+    ) -> Result<Grammar, GrammarError> {
+        let built = std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("grammar".to_owned()).stack_size(STACK);
+            let thread = thread.spawn_scoped(scope, || self.build(answer, calls)).ok()?;
+            thread.join().ok()
+        });
+        built.unwrap_or_else(|| {
+            Err(GrammarError::new("constraint_too_complex", "the constraint could not be compiled"))
+        })
     }
 
     fn build(&self, answer: Option<&Answer>, calls: Option<&CallRules>) -> Result<Grammar, GrammarError> {

@@ -12,6 +12,8 @@ const LIMIT: usize = 65_536;
 const DEPTH: usize = 64;
 /// Highest count of a repetition.
 const REPEAT: u32 = 4096;
+/// Repetitions of repetitions.
+const MARKS: usize = 8;
 
 /// The right side of a rule.
 #[derive(Debug, Clone, PartialEq)]
@@ -205,7 +207,7 @@ impl<'s> Parser<'s> {
     }
 
     fn repeated(&mut self, mut item: Expr, depth: usize) -> Result<Expr, GrammarError> {
-        loop {
+        for _ in 0..MARKS {
             let (min, max) = match self.peek() {
                 Some('*') => (0, None),
                 Some('+') => (1, None),
@@ -221,6 +223,12 @@ impl<'s> Parser<'s> {
             self.at += 1;
             self.space(depth > 0);
             item = Expr::Repeat(Box::new(item), min, max);
+        }
+        match self.peek() {
+            Some('*' | '+' | '?' | '{') => {
+                Err(self.error(format!("more than {MARKS} repetitions of each other")))
+            }
+            _ => Ok(item),
         }
     }
 

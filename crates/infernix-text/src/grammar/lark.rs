@@ -19,6 +19,8 @@ const LIMIT: usize = 65_536;
 const DEPTH: usize = 64;
 /// Highest count of a repetition.
 const REPEAT: u32 = 4096;
+/// Repetitions of repetitions.
+const MARKS: usize = 8;
 
 /// Lark's library of terminals (`lark/grammars/common.lark`), as expressions.
 const COMMON: &[(&str, &str)] = &[
@@ -479,7 +481,7 @@ impl<'s> Parser<'s> {
     }
 
     fn repeated(&mut self, mut item: Expr) -> Result<Expr, GrammarError> {
-        loop {
+        for _ in 0..MARKS {
             let start = self.at;
             let (min, max) = if self.peek().is_some_and(|t| t.first) {
                 return Ok(item);
@@ -512,6 +514,12 @@ impl<'s> Parser<'s> {
                 return Err(self.error(format!("a repetition counts up, to at most {REPEAT}")));
             }
             item = Expr::Repeat(Box::new(item), min, max);
+        }
+        match self.peek() {
+            Some(Token { kind: Kind::Sign("?" | "*" | "+" | "~" | "{"), first: false, .. }) => {
+                Err(self.error(format!("more than {MARKS} repetitions of each other")))
+            }
+            _ => Ok(item),
         }
     }
 

@@ -20,6 +20,25 @@ const AUTOMATON: usize = 8 << 20;
 /// Most pairs of states looked at for two lexemes.
 const PAIRS: usize = 5_000;
 
+/// Work that a grammar may cost, in pairs of states, some microseconds each. Grammars that people write need thousands.
+pub(crate) struct Work(usize);
+
+impl Work {
+    pub(crate) fn new() -> Self {
+        Self(1_000_000)
+    }
+
+    fn spend(&mut self, n: usize) -> Result<(), GrammarError> {
+        self.0 = self.0.checked_sub(n).ok_or_else(|| {
+            GrammarError::new(
+                "constraint_too_complex",
+                "too many parts of the grammar could be taken for each other",
+            )
+        })?;
+        Ok(())
+    }
+}
+
 type Bytes = [u64; 4];
 
 fn has(set: &Bytes, byte: u8) -> bool {
@@ -45,10 +64,13 @@ pub(crate) struct Conflict {
 /// Automata of lexemes.
 pub(crate) struct Lexemes {
     automata: Vec<(dense::DFA<Vec<u32>>, StateID)>,
+    firsts: Vec<Bytes>,
 }
 
 impl Lexemes {
-    pub(crate) fn new(lexemes: &[Rx]) -> Result<Self, GrammarError> {
+    pub(crate) fn new(lexemes: &[Rx], work: &mut Work) -> Result<Self, GrammarError> {
+        // An automaton costs about as much as this many pairs.
+        work.spend(8 * lexemes.len())?;
         let complex =
             || GrammarError::new("constraint_too_complex", "a part of the grammar needs too many states");
         let automata = lexemes
@@ -69,7 +91,9 @@ impl Lexemes {
                 Ok((dfa, start))
             })
             .collect::<Result<_, GrammarError>>()?;
-        Ok(Self { automata })
+        let mut built = Self { automata, firsts: Vec::new() };
+        built.firsts = (0..lexemes.len()).map(|l| built.first(l)).collect();
+        Ok(built)
     }
 
     fn next(&self, lexeme: usize, state: StateID, byte: u8) -> Option<StateID> {
@@ -92,34 +116,42 @@ impl Lexemes {
     }
 
     /// A lexeme that the grammar lets end in front of a byte with which a lexeme could go on.
-    pub(crate) fn conflict(&self, cfg: &Cfg) -> Option<Conflict> {
+    pub(crate) fn conflict(&self, cfg: &Cfg, work: &mut Work) -> Result<Option<Conflict>, GrammarError> {
         let used = cfg.used();
         let follow = self.follow(cfg);
         for ending in (0..used.len()).filter(|&l| used[l]) {
             for longer in (0..used.len()).filter(|&l| used[l]) {
-                if self.meets(ending, longer, &follow[ending]) {
-                    return Some(Conflict { ending, longer });
+                if self.meets(ending, longer, &follow[ending], work)? {
+                    return Ok(Some(Conflict { ending, longer }));
                 }
             }
         }
-        None
+        Ok(None)
     }
 
     /// Whether a word of `ending` is the beginning of a word of `longer` that goes on with one of `bytes`.
-    fn meets(&self, ending: usize, longer: usize, bytes: &Bytes) -> bool {
-        if *bytes == Bytes::default() {
-            return false;
+    fn meets(
+        &self,
+        ending: usize,
+        longer: usize,
+        bytes: &Bytes,
+        work: &mut Work,
+    ) -> Result<bool, GrammarError> {
+        let apart = self.firsts[ending].iter().zip(&self.firsts[longer]).all(|(a, b)| a & b == 0);
+        if *bytes == Bytes::default() || apart {
+            return Ok(false);
         }
         let start = (self.automata[ending].1, self.automata[longer].1);
         let mut seen = HashSet::from([start]);
         let mut queue = VecDeque::from([(start, true)]);
         while let Some(((a, b), first)) = queue.pop_front() {
+            work.spend(1)?;
             // The empty word is no lexeme.
             let ends = !first && self.accepts(ending, a);
             for byte in 0..=255u8 {
                 let Some(next_b) = self.next(longer, b, byte) else { continue };
                 if ends && has(bytes, byte) {
-                    return true;
+                    return Ok(true);
                 }
                 if let Some(next_a) = self.next(ending, a, byte)
                     && seen.insert((next_a, next_b))
@@ -128,15 +160,15 @@ impl Lexemes {
                 }
             }
             if seen.len() > PAIRS {
-                return true;
+                return Ok(true);
             }
         }
-        false
+        Ok(false)
     }
 
     /// Bytes that may follow each lexeme in the grammar.
     fn follow(&self, cfg: &Cfg) -> Vec<Bytes> {
-        let lexeme_first: Vec<Bytes> = (0..self.automata.len()).map(|l| self.first(l)).collect();
+        let lexeme_first = &self.firsts;
         let mut nullable = vec![false; cfg.rules.len()];
         let mut first = vec![Bytes::default(); cfg.rules.len()];
         let mut changed = true;
