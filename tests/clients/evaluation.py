@@ -32,7 +32,8 @@ def score(pairs):
     out = []
     for choice, length, prompt in zip(sorted(answer["choices"], key=lambda c: c["index"]), lengths, prompts):
         scores = choice["logprobs"]
-        assert len(scores["token_logprobs"]) in (len(prompt), len(prompt) + 1), choice
+        # One for the token that was chosen, too, even if it ended the answer: lm-eval drops the last one.
+        assert len(scores["token_logprobs"]) == len(prompt) + 1, choice
         mine = scores["token_logprobs"][length:len(prompt)]
         tops = scores["top_logprobs"][length:len(prompt)]
         assert all(s is not None and s <= 0 for s in mine) and len(tops) == len(mine)

@@ -350,7 +350,12 @@ fn model_info(args: &ServeArgs, open: &OpenModel, config: &ModelConfig) -> Model
     }
     let format = by_format.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(name, _)| name);
     ModelInfo {
-        id: args.model_id.clone().or(name).unwrap_or_else(|| config.architecture.model_type().to_owned()),
+        id: args
+            .model_id
+            .clone()
+            .or(name)
+            .or_else(|| Some(file_id(open.artifact.path().file_name()?.to_str()?)))
+            .unwrap_or_else(|| config.architecture.model_type().to_owned()),
         vocabulary: config.vocab,
         trained_context: config.max_positions,
         embedding: config.hidden,
@@ -363,6 +368,17 @@ fn model_info(args: &ServeArgs, open: &OpenModel, config: &ModelConfig) -> Model
         } else {
             Family::Standard
         },
+    }
+}
+
+/// An artifact's name without what splitting, the file's kind and the cache of conversions add to it.
+fn file_id(name: &str) -> String {
+    let base = infernix_artifact::names::plain_name(name);
+    let stem = base.strip_suffix(".infernix").or_else(|| base.strip_suffix(".ninfer")).unwrap_or(&base);
+    let digest = |tail: &str| tail.len() == 12 && tail.bytes().all(|b| b.is_ascii_hexdigit());
+    match stem.rsplit_once('-') {
+        Some((front, tail)) if !front.is_empty() && digest(tail) => front.to_owned(),
+        _ => stem.to_owned(),
     }
 }
 
@@ -459,5 +475,23 @@ impl Signals {
             std::future::pending::<()>().await;
         }
         false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_without_a_name_is_called_as_its_file() {
+        for (file, id) in [
+            ("qwen.infernix", "qwen"),
+            ("qwen-3.8.ninfer", "qwen-3.8"),
+            ("big-00001-of-00004.infernix", "big"),
+            ("flash-demo-nvfp4-29f53759e154.infernix", "flash-demo-nvfp4"),
+            ("29f53759e154.infernix", "29f53759e154"),
+        ] {
+            assert_eq!(file_id(file), id);
+        }
     }
 }

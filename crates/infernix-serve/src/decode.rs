@@ -32,6 +32,9 @@ pub(crate) struct DecodeOptions {
     pub(crate) prompt_tokens: usize,
     /// The answer is as long as the context allows, not as the request asks.
     pub(crate) fills_context: bool,
+    /// Stop tokens that the engine gives like others, because their log-probability is asked for: programs that score
+    /// texts count on one entry for every token that was chosen. Their text is no part of the answer.
+    pub(crate) scored_stops: Vec<u32>,
     /// Prefix of the ids of calls.
     pub(crate) call_prefix: &'static str,
     /// An answer of nothing gets a newline, because clients take an empty turn for a fault.
@@ -211,6 +214,11 @@ impl Decoder {
         if self.first_token.is_none() {
             self.progress(self.usage.prompt, false, out);
             self.first_token = Some(Instant::now());
+        }
+        if self.options.scored_stops.contains(&token.id) {
+            self.pending.push(logprob(&self.options.tokenizer, &token));
+            self.early = true;
+            return self.end(Finish::Stop, None, out);
         }
         self.usage.output += 1;
         let text = self.text.push(token.id);

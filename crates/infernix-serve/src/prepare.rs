@@ -126,6 +126,9 @@ impl App {
         let base = self.format.defaults().sampling;
         let mut plan = self.plan(turn, prompt, Start::Content, base, caller)?;
         plan.decode.never_empty = false;
+        if plan.logprobs.is_some() {
+            plan.decode.scored_stops = std::mem::take(&mut plan.stop_tokens);
+        }
         Ok(plan)
     }
 
@@ -166,6 +169,7 @@ impl App {
             logprobs: turn.logprobs.is_some(),
             prompt_tokens: prompt.len(),
             fills_context: room < wanted,
+            scored_stops: Vec::new(),
             call_prefix: caller.call_prefix,
             never_empty: max_tokens > 0,
         };

@@ -204,6 +204,35 @@ fn completions_echo_scores_and_number_their_choices() {
 }
 
 #[test]
+fn scored_prompts_are_followed_by_a_score_for_the_token_chosen_even_if_it_ends_the_answer() {
+    // lm-eval drops the last entry as the one that was generated; without it a token of the text would go.
+    let stop = FORMAT.stop_ids()[0];
+    let server = Server::new(ServeOptions::default(), move |r| {
+        assert!(r.stop_tokens.is_empty(), "the engine gives the stop token like others");
+        let ids = if r.max_tokens == 0 { vec![] } else { vec![stop] };
+        Ok(super::client::answer(r, &ids, 1, Finish::Stop(0)))
+    });
+    for stream in [false, true] {
+        let body =
+            json!({"prompt": [[40, 41, 42]], "echo": true, "logprobs": 1, "max_tokens": 1, "stream": stream});
+        let answer = server.post("/v1/completions", &body);
+        let documents: Vec<Value> = if stream {
+            let frames = checker::frames(&answer.body).expect("frames");
+            frames.iter().filter_map(|(_, d)| serde_json::from_str(d).ok()).collect()
+        } else {
+            vec![answer.json()]
+        };
+        let choices = || documents.iter().map(|d| &d["choices"][0]);
+        let scores: usize =
+            choices().filter_map(|c| c["logprobs"]["token_logprobs"].as_array().map(Vec::len)).sum();
+        let text: String = choices().filter_map(|c| c["text"].as_str()).collect();
+        assert_eq!(scores, 4, "{}", answer.body);
+        assert_eq!(text, FORMAT.tokenizer().decode(&[40, 41, 42], false), "the token's spelling is no text");
+        assert_eq!(choices().filter_map(|c| c["finish_reason"].as_str()).next_back(), Some("stop"));
+    }
+}
+
+#[test]
 fn several_choices_interleave_in_one_stream_with_seeds_that_repeat() {
     let seeds: Arc<Mutex<Vec<u64>>> = Arc::default();
     let seen = Arc::clone(&seeds);
