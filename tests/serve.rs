@@ -224,7 +224,14 @@ fn what_is_wrong_is_said_before_a_model_is_loaded() {
     infernix(["serve", "--port", "0", "--admin", &format!("127.0.0.1:{port}")]).fails(1, &["--admin", &port]);
     infernix(["serve", "--port", "0", "--admin", "9090"]).fails(2, &["--admin", "127.0.0.1:9090"]);
     infernix(["serve", "--port", "0", "--admin", "0.0.0.0:0"]).fails(2, &["--allow-no-auth"]);
-    infernix(["serve", "--port", "0", "--log-level", "loud,=x"]).fails(2, &["--log-level"]);
+    infernix(["serve", "--port", "0", "--log-level", "loud"])
+        .fails(2, &["--log-level", "\"loud\"", "NAME=LEVEL"]);
+    infernix(["serve", "--port", "0", "--prefix-cache-file", "/no/such/folder/x"])
+        .fails(2, &["--prefix-cache-file"]);
+    infernix(["serve", "--port", "0", "--request-log-jsonl", "/no/such/folder/x"])
+        .fails(2, &["--request-log-jsonl"]);
+    infernix(["serve", "--port", "0", "--no-prefix-cache", "--prefix-cache-file", "x"])
+        .fails(2, &["--no-prefix-cache"]);
     infernix(["serve", "--port", "0", "--max-concurrency", "1000000"]).fails(2, &["1..=8"]);
     infernix(["serve", "--port", "0", "/no/such/model"]).fails(1, &["/no/such/model"]);
     let folder = scratch();

@@ -41,6 +41,7 @@ pub(crate) fn run(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Ou
     }
     let sampling = sampling(args)?;
     logging(args.log.log_level.as_deref())?;
+    files(args)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_name("http")
@@ -132,6 +133,26 @@ fn addresses(host: &str, port: u16) -> anyhow::Result<(Vec<SocketAddr>, bool)> {
     Ok((found, loopback))
 }
 
+/// Files that are written much later: their folders must be there now, and nothing must contradict them.
+fn files(args: &ServeArgs) -> anyhow::Result<()> {
+    let cache = &args.sched.prefix_cache_file;
+    for (flag, file) in [
+        ("--prefix-cache-file", cache),
+        ("--record-trace", &args.sched.record_trace),
+        ("--request-log-jsonl", &args.log.request_log_jsonl),
+    ] {
+        let Some(file) = file else { continue };
+        let folder = file.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if !folder.is_dir() || file.is_dir() || file.file_name().is_none() {
+            return Err(usage(format!("{flag} {}: not a file in a folder that is there", file.display())));
+        }
+    }
+    if args.sched.no_prefix_cache && cache.is_some() {
+        return Err(usage("--prefix-cache-file keeps what --no-prefix-cache forbids"));
+    }
+    Ok(())
+}
+
 fn cannot_listen(host: &str, port: u16) -> String {
     format!("{host}:{port} cannot be listened on; --port 0 takes a free one")
 }
@@ -175,15 +196,24 @@ fn admin_socket(args: &ServeArgs, keyed: bool) -> anyhow::Result<Option<(TcpSock
 
 /// Sets up what the console says.
 fn logging(level: Option<&str>) -> anyhow::Result<()> {
-    use tracing_subscriber::filter::Targets;
+    use tracing_subscriber::filter::{LevelFilter, Targets};
     use tracing_subscriber::prelude::*;
     let targets = match level {
-        Some(level) => level.parse::<Targets>().map_err(|e| usage(format!("--log-level {level}: {e}")))?,
+        Some(level) => {
+            // A word alone would be read as the name of a part of the program.
+            let word = |part: &&str| !part.contains('=') && part.parse::<LevelFilter>().is_err();
+            if let Some(word) = level.split(',').find(word) {
+                return Err(usage(format!(
+                    "--log-level {level}: {word:?} is neither a level (off, error, warn, info, debug, trace) nor NAME=LEVEL"
+                )));
+            }
+            level.parse::<Targets>().map_err(|e| usage(format!("--log-level {level}: {e}")))?
+        }
         // The variable belongs to every program, so what it says may be for others.
         None => std::env::var("RUST_LOG")
             .ok()
             .and_then(|level| level.parse().ok())
-            .unwrap_or_else(|| Targets::new().with_default(tracing_subscriber::filter::LevelFilter::INFO)),
+            .unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO)),
     };
     let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let layer = tracing_subscriber::fmt::layer()

@@ -26,12 +26,21 @@ impl Histogram {
     }
 
     fn write(&self, out: &mut String, name: &str, help: &str) {
+        self.write_labelled(out, name, help, "");
+    }
+
+    /// `label` is empty or `NAME="VALUE"`.
+    fn write_labelled(&self, out: &mut String, name: &str, help: &str, label: &str) {
         head(out, name, "histogram", help);
+        let (comma, whole) = match label {
+            "" => ("", String::new()),
+            label => (",", format!("{{{label}}}")),
+        };
         for (count, bound) in self.counts.iter().zip(BOUNDS) {
-            let _ = writeln!(out, "{name}_bucket{{le=\"{bound}\"}} {count}");
+            let _ = writeln!(out, "{name}_bucket{{{label}{comma}le=\"{bound}\"}} {count}");
         }
-        let _ = writeln!(out, "{name}_bucket{{le=\"+Inf\"}} {}", self.count);
-        let _ = writeln!(out, "{name}_sum {}\n{name}_count {}", self.sum, self.count);
+        let _ = writeln!(out, "{name}_bucket{{{label}{comma}le=\"+Inf\"}} {}", self.count);
+        let _ = writeln!(out, "{name}_sum{whole} {}\n{name}_count{whole} {}", self.sum, self.count);
     }
 }
 
@@ -258,7 +267,8 @@ fn engine(o: &mut String, s: &Status) {
 
 /// The eight names that routers of vLLM replicas read.
 fn compat(o: &mut String, s: &Status, model: &str, sums: &Sums) {
-    let label = format!("{{model_name=\"{model}\"}}");
+    let name_of = format!("model_name=\"{model}\"");
+    let label = format!("{{{name_of}}}");
     let used = s.pages.0.saturating_sub(s.pages.1) as f64 / s.pages.0.max(1) as f64;
     let waiting = (s.queued + s.paused) as f64;
     for (name, kind, help, value) in [
@@ -282,12 +292,10 @@ fn compat(o: &mut String, s: &Status, model: &str, sums: &Sums) {
         head(o, &format!("vllm:{name}"), kind, help);
         let _ = writeln!(o, "vllm:{name}{label} {value}");
     }
-    sums.first_token.write(o, "vllm:time_to_first_token_seconds", "From the request to its first token.");
-    sums.between_tokens.write(
-        o,
-        "vllm:inter_token_latency_seconds",
-        "Mean time between tokens of a request.",
-    );
+    let first = "From the request to its first token.";
+    sums.first_token.write_labelled(o, "vllm:time_to_first_token_seconds", first, &name_of);
+    let between = "Mean time between tokens of a request.";
+    sums.between_tokens.write_labelled(o, "vllm:inter_token_latency_seconds", between, &name_of);
 }
 
 #[cfg(test)]
@@ -307,6 +315,7 @@ mod tests {
             assert!(!name.is_empty() && value.parse::<f64>().is_ok(), "{line}");
         }
         assert!(page.contains("vllm:kv_cache_usage_perc{model_name=\"a_b\"} 0.6"));
+        assert!(page.contains("vllm:time_to_first_token_seconds_bucket{model_name=\"a_b\",le=\"0.5\"} 1"));
         assert!(page.contains("infernix_requests_total{route=\"chat\",outcome=\"done\"} 1"));
         assert!(!metrics.render(&status, "m", false).contains("vllm:"));
     }

@@ -6,12 +6,44 @@ use axum::body::Body;
 use axum::http::{HeaderMap, header};
 use http_body_util::BodyExt as _;
 use serde_json::Value;
+use std::time::Duration;
+use tokio::sync::SemaphorePermit;
 
 /// Bodies above this are parsed off the connection's thread.
 const PARSE_ELSEWHERE: usize = 256 << 10;
 
+/// How long a refused body is read on and thrown away, so that its sender comes to read the refusal.
+const LINGER: Duration = Duration::from_secs(5);
+
 /// The JSON of a body.
-pub(super) async fn json(app: &App, headers: &HeaderMap, body: Body) -> Result<Value, ApiError> {
+pub(super) async fn json(app: &App, headers: &HeaderMap, mut body: Body) -> Result<Value, ApiError> {
+    let read = bytes(app, headers, &mut body).await;
+    // The permits are given back after the parsing.
+    let (bytes, announced, _permits) = match read {
+        Ok(read) => read,
+        Err(error) => {
+            linger(body);
+            return Err(error);
+        }
+    };
+    let parse = move || {
+        serde_json::from_slice::<Value>(&bytes)
+            .map_err(|e| ApiError::new(400, "invalid_json", format!("the body is not valid JSON: {e}")))
+    };
+    if announced.is_none_or(|n| n > PARSE_ELSEWHERE) { off_thread(parse).await } else { parse() }
+}
+
+/// Throws the rest of a body away while its refusal is sent.
+pub(super) fn linger(mut body: Body) {
+    tokio::spawn(tokio::time::timeout(LINGER, async move { while let Some(Ok(_)) = body.frame().await {} }));
+}
+
+/// The bytes of a body, how many were announced, and what they take of the room for bodies.
+async fn bytes<'a>(
+    app: &'a App,
+    headers: &HeaderMap,
+    body: &mut Body,
+) -> Result<(Vec<u8>, Option<usize>, Vec<SemaphorePermit<'a>>), ApiError> {
     let max = app.options.max_request_bytes;
     let too_large = || {
         let message = format!("the body is larger than {} bytes (--max-request-mib)", max);
@@ -26,7 +58,6 @@ pub(super) async fn json(app: &App, headers: &HeaderMap, body: Body) -> Result<V
     }
     let mut permits = Vec::new();
     let read = async {
-        let mut body = body;
         let mut bytes = Vec::with_capacity(announced.unwrap_or(0).min(1 << 20));
         while let Some(frame) = body.frame().await {
             let frame = frame
@@ -47,11 +78,7 @@ pub(super) async fn json(app: &App, headers: &HeaderMap, body: Body) -> Result<V
     let bytes = tokio::time::timeout(app.options.body_timeout, read).await.map_err(|_| {
         ApiError::new(408, "request_timeout", "the body did not arrive in time (--body-timeout-ms)")
     })??;
-    let parse = move || {
-        serde_json::from_slice::<Value>(&bytes)
-            .map_err(|e| ApiError::new(400, "invalid_json", format!("the body is not valid JSON: {e}")))
-    };
-    if announced.is_none_or(|n| n > PARSE_ELSEWHERE) { off_thread(parse).await } else { parse() }
+    Ok((bytes, announced, permits))
 }
 
 /// Runs work that may take long, or panic, away from the connections.

@@ -1,5 +1,6 @@
 //! What is checked before any route, and what every response carries.
 
+use super::body::linger;
 use super::error;
 use crate::access::{check_browser, check_content_type};
 use crate::app::App;
@@ -70,7 +71,9 @@ pub(super) async fn gate(State(gate): State<Gate>, mut request: Request, next: N
             }
             Err(refused) => {
                 request.extensions_mut().insert(client);
-                error(&request, &refused)
+                let response = error(&request, &refused);
+                linger(request.into_body());
+                response
             }
         }
     };

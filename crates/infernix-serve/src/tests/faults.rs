@@ -149,6 +149,28 @@ fn bodies_that_are_too_large_are_refused_before_they_are_read() {
 }
 
 #[test]
+fn a_client_that_sends_a_refused_body_to_its_end_still_reads_the_refusal() {
+    let small = ServeOptions { max_request_bytes: 10_000, ..ServeOptions::default() };
+    let few = ServeOptions { max_bodies_bytes: 10_240, ..ServeOptions::default() };
+    let key = crate::options::ApiKey { name: "k".into(), key: "secret".into() };
+    let keyed = ServeOptions { keys: vec![key], ..ServeOptions::default() };
+    for (options, status) in [(small, 413), (few, 429), (keyed, 401)] {
+        let server = Server::new(options, |r| Ok(says(r, "ok", 1, Finish::Stop(0))));
+        // More than the buffers of both ends hold.
+        let size = 32 << 20;
+        let head = format!(
+            "POST {CHAT} HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {size}\r\n\r\n",
+            server.address
+        );
+        let mut connection = server.connect();
+        connection.write_all(head.as_bytes()).expect("sent");
+        connection.write_all(&vec![b' '; size]).expect("read to the end");
+        assert_eq!(read(&mut connection).status, status);
+        wait(|| server.app.active_requests() == 0);
+    }
+}
+
+#[test]
 fn bodies_that_stall_time_out() {
     let options = ServeOptions { body_timeout: Duration::from_millis(100), ..ServeOptions::default() };
     let server = Server::new(options, |r| Ok(says(r, "ok", 1, Finish::Stop(0))));
