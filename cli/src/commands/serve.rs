@@ -42,6 +42,9 @@ pub(crate) fn run(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Ou
     let sampling = sampling(args)?;
     logging(args.log.log_level.as_deref())?;
     files(args)?;
+    if args.http.max_requests_mib < args.http.max_request_mib {
+        return Err(usage("--max-requests-mib must be at least --max-request-mib"));
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_name("http")
@@ -316,9 +319,6 @@ fn serve_options(
         if format.accepted_effort(effort).is_none() {
             output::warn("the model's template has no efforts: --reasoning-effort changes nothing");
         }
-    }
-    if h.max_requests_mib < h.max_request_mib {
-        return Err(usage("--max-requests-mib must be at least --max-request-mib"));
     }
     Ok(ServeOptions {
         keys,
