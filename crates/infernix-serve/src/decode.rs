@@ -353,7 +353,8 @@ fn failure(error: &RequestError) -> ApiError {
     match error {
         RequestError::QueueTimeout(_) => ApiError::queue_timeout(),
         RequestError::OutOfMemory(_) => ApiError::new(503, "out_of_memory", error.to_string()),
-        RequestError::Constraint(_) => ApiError::new(500, "constraint_dead_end", error.to_string()),
+        // Of the request's own making, not the server's.
+        RequestError::Constraint(_) => ApiError::new(400, "constraint_dead_end", error.to_string()),
         RequestError::Engine(_) => ApiError::internal(error.to_string()),
         RequestError::Stopped(_) => ApiError::unavailable(error.to_string()),
     }

@@ -727,17 +727,20 @@ fn sources_that_are_all_depth_or_all_breadth_are_answered_on_a_small_stack() {
             (0..n).map(|i| format!("a{i} ::= a{}\n", i + 1)).chain([format!("a{n} ::= {end}\n")]).collect()
         };
         let nested: String =
-            (0..3000).map(|i| format!("a{i} ::= \"x\" | \"y\" a{} \"z\"\n", i + 1)).collect();
+            (0..1700).map(|i| format!("a{i} ::= \"x\" | \"y\" a{} \"z\"\n", i + 1)).collect();
         let words: String = (0..2500).map(|i| format!("\"w{i}\" root | ")).collect();
         let mut sources = vec![
             format!("root ::= a0\n{}", chain(3500, "\"x\"")),
             format!("root ::= a0 \"y\" | \"(\" root \")\"\n{}", chain(3500, "\"x\" root | \"z\"")),
-            format!("root ::= a0\n{nested}a3000 ::= \"x\"\n"),
+            format!("root ::= a0\n{nested}a1700 ::= \"x\"\n"),
             format!("root ::= {words}\".\""),
             format!("root ::= \"a\"{}", "?".repeat(60_000)),
             format!("root ::= {}\"a\"{}", "(".repeat(60), ")*".repeat(60)),
         ];
         sources.push("root ::= ((\"a\"{4096}){4096}){4096} | \"b\" root".to_owned());
+        sources.push("root ::= ((\"a\"{4096}){4096}){4096}".to_owned());
+        let power = Answer::Regex("((a{1000}){1000}){1000}".to_owned());
+        assert_eq!(compiler.compile(Some(&power), None).expect_err("too large").code, "invalid_regex");
         for source in sources {
             let start = &source[..source.len().min(60)];
             match compiler.compile(Some(&Answer::Gbnf(source.clone())), None) {

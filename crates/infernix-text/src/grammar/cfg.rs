@@ -134,7 +134,7 @@ impl Build<'_> {
     fn regular_rule(&mut self, rule: usize) -> Result<Rx, GrammarError> {
         if self.regular[rule].is_none() {
             let rx = self.regular_expr(&self.rules.bodies[rule])?.ok_or_else(too_complex)?;
-            if rx.size() > SIZE {
+            if rx.size() > SIZE || rx.is_too_heavy() {
                 return Err(too_complex());
             }
             self.regular[rule] = Some(rx);
@@ -232,6 +232,9 @@ impl Cfg {
     fn lexeme(&mut self, rx: Rx) -> Result<Vec<Symbol>, GrammarError> {
         if rx == Rx::empty() {
             return Ok(Vec::new());
+        }
+        if rx.is_too_heavy() {
+            return Err(too_complex());
         }
         let nullable = rx.nullable();
         let next = self.lexemes.len();

@@ -202,6 +202,17 @@ impl GrammarCompiler {
                 }
             }),
         };
+        // What the parser cannot even begin is refused here, and not in the middle of everybody's answers.
+        let grammar = match grammar {
+            Some(mut matcher) if !matcher.is_stopped() => {
+                matcher.compute_mask().map_err(|e| {
+                    let message = e.to_string().lines().next().unwrap_or_default().to_owned();
+                    GrammarError::new("constraint_too_complex", message)
+                })?;
+                Some(matcher)
+            }
+            other => other,
+        };
         Ok(Grammar {
             vocabulary: Arc::clone(&self.vocabulary),
             plan: Plan {

@@ -8,6 +8,7 @@
 use std::collections::{HashSet, VecDeque};
 
 use regex_automata::dfa::{Automaton, StartKind, dense};
+use regex_automata::nfa::thompson;
 use regex_automata::util::primitives::StateID;
 use regex_automata::{Anchored, Input};
 
@@ -70,7 +71,7 @@ pub(crate) struct Lexemes {
 impl Lexemes {
     pub(crate) fn new(lexemes: &[Rx], work: &mut Work) -> Result<Self, GrammarError> {
         // An automaton costs about as much as this many pairs.
-        work.spend(8 * lexemes.len())?;
+        work.spend(lexemes.iter().map(|rx| 8 + rx.weight() / 64).sum())?;
         let complex =
             || GrammarError::new("constraint_too_complex", "a part of the grammar needs too many states");
         let automata = lexemes
@@ -83,6 +84,7 @@ impl Lexemes {
                             .dfa_size_limit(Some(AUTOMATON))
                             .determinize_size_limit(Some(AUTOMATON)),
                     )
+                    .thompson(thompson::Config::new().nfa_size_limit(Some(4 * AUTOMATON)))
                     .build(&rx.pattern())
                     .map_err(|_| complex())?;
                 let start = dfa

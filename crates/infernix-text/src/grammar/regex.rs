@@ -67,6 +67,9 @@ pub(crate) fn parse(source: &str, scope: Scope) -> Result<Rx, GrammarError> {
     if rx.is_void() {
         return Err(refuse("nothing matches the expression"));
     }
+    if rx.is_too_heavy() {
+        return Err(refuse("repetitions inside repetitions make the expression too large"));
+    }
     Ok(rx)
 }
 

@@ -2,6 +2,9 @@
 
 use std::fmt::Write;
 
+/// Most nodes with repetitions written out.
+const WEIGHT: usize = 1 << 18;
+
 /// A regular expression over code points.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Rx {
@@ -67,6 +70,25 @@ impl Rx {
             Self::Seq(parts) | Self::Alt(parts) => parts.iter().map(Self::size).sum(),
             Self::Repeat(inner, _, _) => inner.size(),
         }
+    }
+
+    /// Number of nodes with every repetition written out, as an automaton would have them.
+    pub(crate) fn weight(&self) -> usize {
+        match self {
+            Self::Literal(text) => text.len().max(1),
+            Self::Class(_) => 1,
+            Self::Seq(parts) | Self::Alt(parts) => {
+                parts.iter().fold(1, |sum: usize, part| sum.saturating_add(part.weight()))
+            }
+            Self::Repeat(inner, min, max) => {
+                inner.weight().saturating_mul(max.unwrap_or(*min).max(1) as usize)
+            }
+        }
+    }
+
+    /// Whether repetitions of repetitions make it larger than the lexer can take.
+    pub(crate) fn is_too_heavy(&self) -> bool {
+        self.weight() > WEIGHT
     }
 
     /// The expression in the syntax of the `regex` crates. Everything but letters and digits is escaped by its
@@ -211,5 +233,8 @@ mod tests {
         ]);
         assert_eq!(rx.pattern(), "a\\x{2F}\\x{5D}\\x{A}(?:ab){2,3}[\\x{2D}0-9]*(?:(?:)|\\x{E9})");
         assert!(!rx.nullable() && Rx::anything().nullable());
+        let power = |rx| Rx::Repeat(Box::new(rx), 0, Some(4096));
+        assert!(!power(Rx::Literal("a".into())).is_too_heavy());
+        assert!(power(power(power(Rx::Literal("a".into())))).is_too_heavy());
     }
 }
