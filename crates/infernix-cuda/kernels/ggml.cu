@@ -2,13 +2,20 @@
 //
 // A lane takes 8 consecutive k of every 256: values exact in FP32 (types with a minimum round their difference once), an FP32
 // chain of fma in rising k, then the 32 sums by halves. A column's bits do not depend on the others.
+// `ggml_*_rows` writes rows as BF16, or as two BF16 parts whose sum has 16 significant bits: what tensor cores multiply.
 // With `tab` the matrix is that of an expert: block y is pick y, expert ids[y], input row y / top, output row y.
 #include "common.cuh"
 
-enum { T_Q8_0 = 0, T_IQ4_NL = 1, T_Q4_K = 2, T_Q6_K = 3, T_IQ3_S = 4 };
+enum { T_Q8_0 = 0, T_IQ4_NL = 1, T_Q4_K = 2, T_Q6_K = 3, T_IQ3_S = 4, T_Q5_K = 5, T_F32 = 6 };
 template <int T> struct Block {
-  static constexpr int VALUES = T <= T_IQ4_NL ? 32 : 256;
-  static constexpr int BYTES = T == T_Q8_0 ? 34 : T == T_IQ4_NL ? 18 : T == T_Q4_K ? 144 : T == T_Q6_K ? 210 : 110;
+  static constexpr int VALUES = T <= T_IQ4_NL ? 32 : T == T_F32 ? 1 : 256;
+  static constexpr int BYTES = T == T_Q8_0    ? 34
+                               : T == T_IQ4_NL ? 18
+                               : T == T_Q4_K   ? 144
+                               : T == T_Q5_K   ? 176
+                               : T == T_Q6_K   ? 210
+                               : T == T_IQ3_S  ? 110
+                                               : 4;
 };
 
 DEV u32 half_at(const u8* p) { return __ldg((const u16*)p); }
@@ -37,7 +44,10 @@ template <int T> DEV void values(const u8* row, int lane, const u32* grid, float
       const u32 c = (q[i >> 2] >> (8 * (i & 3))) & 15;
       w[i] = d * (float)((int)(((c & 8 ? hi : lo) >> (8 * (c & 7))) & 255) - 128);
     }
-  } else if (T == T_Q4_K) {
+  } else if (T == T_F32) {
+    const float4 a = __ldg((const float4*)row + 2 * lane), b = __ldg((const float4*)row + 2 * lane + 1);
+    w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+  } else if (T == T_Q4_K || T == T_Q5_K) {
     const int sub = lane >> 2;
     const u32 dm = __ldg((const u32*)row);
     const u32 p[3] = {__ldg((const u32*)row + 1), __ldg((const u32*)row + 2), __ldg((const u32*)row + 3)};
@@ -45,10 +55,15 @@ template <int T> DEV void values(const u8* row, int lane, const u32* grid, float
     const u32 a = p[0] >> s8 & 255, b = p[1] >> s8 & 255, c = p[2] >> s8 & 255;
     const u32 sc = sub < 4 ? a & 63 : (c & 15) | (a >> 6) << 4, mn = sub < 4 ? b & 63 : c >> 4 | (b >> 6) << 4;
     const float scale = h2f(dm & 0xffff) * (float)sc, least = h2f(dm >> 16) * (float)mn;
-    const uint2 q = __ldg((const uint2*)(row + 16 + (sub >> 1) * 32 + (lane & 3) * 8));
-    const u32 n[2] = {q.x >> (4 * (sub & 1)), q.y >> (4 * (sub & 1))};
+    const uint2 q = __ldg((const uint2*)(row + (T == T_Q5_K ? 48 : 16) + (sub >> 1) * 32 + (lane & 3) * 8));
+    u32 n[2] = {q.x >> (4 * (sub & 1)) & 0x0f0f0f0f, q.y >> (4 * (sub & 1)) & 0x0f0f0f0f};
+    if (T == T_Q5_K) {
+      // A byte of high bits for every value of a sub-block: bit `sub` is this one's.
+      const uint2 h = __ldg((const uint2*)(row + 16 + (lane & 3) * 8));
+      n[0] |= (h.x >> sub & 0x01010101) << 4, n[1] |= (h.y >> sub & 0x01010101) << 4;
+    }
 #pragma unroll
-    for (int i = 0; i < 8; i++) w[i] = fmaf(scale, (float)((n[i >> 2] >> (8 * (i & 3))) & 15), -least);
+    for (int i = 0; i < 8; i++) w[i] = fmaf(scale, (float)(n[i >> 2] >> (8 * (i & 3)) & 255), -least);
   } else if (T == T_Q6_K) {
     const int k = lane * 8, h = k >> 7, l = (k >> 5) & 3, m = k & 31;
     const float scale = h2f(half_at(row + 208)) * (float)(int)(signed char)__ldg(row + 192 + (k >> 4));
@@ -110,15 +125,43 @@ DEV void ggml_body(const u8* __restrict__ codes, const u64* __restrict__ tab, co
   }
 }
 
+// Rows ids[r] (or r) of the matrix as BF16, `pitch` words apart; with `split` also what that rounding left, rounded, `split` words
+// after. An id beyond the matrix reads its last row. grid (rows, ceil(K/2048)), 256 threads.
+template <int T>
+DEV void rows_body(const u8* __restrict__ codes, const u32* __restrict__ grid, const int* __restrict__ ids, u16* __restrict__ y, int N, int K, int pitch,
+                   int split) {
+  using B = Block<T>;
+  const int lane = threadIdx.x & 31, r = blockIdx.x, k0 = (blockIdx.y * 8 + (threadIdx.x >> 5)) * 256, k = k0 + lane * 8;
+  pdl_launch();
+  pdl_wait();
+  if (k >= K) return;
+  const size_t n = ids ? min((u32)ids[r], (u32)(N - 1)) : r;
+  float w[8];
+  values<T>(codes + n * (K / B::VALUES) * B::BYTES + (size_t)(k0 / B::VALUES) * B::BYTES, lane, grid, w);
+  u16* to = y + (size_t)r * pitch + k;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) *(u32*)(to + i) = pack_bf(w[i], w[i + 1]);
+  if (!split) return;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) *(u32*)(to + split + i) = pack_bf(w[i] - rbf(w[i]), w[i + 1] - rbf(w[i + 1]));
+}
+
 #define ENTRY(NAME, T, C)                                                                                                 \
   extern "C" __global__ void __launch_bounds__(256) NAME##_##C(                                                           \
       const u8* codes, const u64* tab, const int* ids, const u32* grid, const u16* x, void* y, int N, int K, int cols,    \
       int x_pitch, int y_pitch, int top, int mode) {                                                                      \
     ggml_body<T, C>(codes, tab, ids, grid, x, y, N, K, cols, x_pitch, y_pitch, top, mode);                                \
   }
-#define ENTRIES(NAME, T) ENTRY(NAME, T, 1) ENTRY(NAME, T, 4) ENTRY(NAME, T, 8)
+#define ROWS(NAME, T)                                                                                                      \
+  extern "C" __global__ void __launch_bounds__(256) NAME##_rows(const u8* codes, const u32* grid, const int* ids, u16* y, int N, int K, int pitch, \
+                                                                int split) {                                              \
+    rows_body<T>(codes, grid, ids, y, N, K, pitch, split);                                                                \
+  }
+#define ENTRIES(NAME, T) ENTRY(NAME, T, 1) ENTRY(NAME, T, 4) ENTRY(NAME, T, 8) ROWS(NAME, T)
 ENTRIES(ggml_q8_0, T_Q8_0)
 ENTRIES(ggml_iq4_nl, T_IQ4_NL)
 ENTRIES(ggml_q4_k, T_Q4_K)
 ENTRIES(ggml_q6_k, T_Q6_K)
 ENTRIES(ggml_iq3_s, T_IQ3_S)
+ENTRIES(ggml_q5_k, T_Q5_K)
+ENTRIES(ggml_f32, T_F32)

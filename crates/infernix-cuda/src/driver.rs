@@ -9,8 +9,9 @@
 use crate::error::{CudaError, Result};
 use cudarc::driver::sys;
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
@@ -53,6 +54,9 @@ pub struct Device {
     functions: HashMap<String, sys::CUfunction>,
     /// Dynamic shared memory each function was allowed, by address.
     shared: Mutex<HashMap<usize, usize>>,
+    /// Functions launched since [`Device::note_launches`].
+    launched: Mutex<HashSet<usize>>,
+    noting: AtomicBool,
 }
 
 // SAFETY: driver handles may be used from any thread once the context is current there, which `bind` ensures.
@@ -135,7 +139,14 @@ impl Device {
                 let built = crate::embedded_targets().join(", ");
                 return Err(CudaError::WrongTarget { device: info.name, have: info.capability, built });
             }
-            Ok(Arc::new(Device { info, context, functions, shared: Mutex::default() }))
+            Ok(Arc::new(Device {
+                info,
+                context,
+                functions,
+                shared: Mutex::default(),
+                launched: Mutex::default(),
+                noting: AtomicBool::new(false),
+            }))
         }
     }
 
@@ -229,6 +240,20 @@ impl Device {
             }
         }
         Ok(Kernel { _device: self.clone(), raw: f, shared: shared as u32 })
+    }
+
+    /// From now on launches are noted for [`Device::not_launched`].
+    pub fn note_launches(&self) {
+        self.noting.store(true, Ordering::Relaxed);
+    }
+
+    /// Names of the loaded kernels that no launch since [`Device::note_launches`] named, in order.
+    pub fn not_launched(&self) -> Vec<String> {
+        let seen = self.launched.lock().unwrap_or_else(|e| e.into_inner());
+        let rest = self.functions.iter().filter(|(_, f)| !seen.contains(&(**f as usize)));
+        let mut names: Vec<String> = rest.map(|(n, _)| n.clone()).collect();
+        names.sort();
+        names
     }
 
     /// Waits for all work of the context.
@@ -502,6 +527,9 @@ impl Stream {
         pdl: bool,
         words: &[u64],
     ) -> Result<()> {
+        if self.device.noting.load(Ordering::Relaxed) {
+            self.device.launched.lock().unwrap_or_else(|e| e.into_inner()).insert(function as usize);
+        }
         let mut attr = sys::CUlaunchAttribute_st {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],

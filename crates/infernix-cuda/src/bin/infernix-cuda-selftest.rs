@@ -47,22 +47,39 @@ fn main() -> ExitCode {
         };
     }
     let mut doc = json!({"schema_version": 1, "ok": true, "families": {}});
+    // Kernels that no family ran.
+    let mut missed: Option<Vec<String>> = None;
     let families: Vec<&str> = FAMILIES
         .iter()
         .copied()
         .filter(|f| options.families.is_empty() || options.families.iter().any(|g| g == f))
         .collect();
-    for family in families {
+    for family in families.iter().copied() {
         let v = child(family, &options, Duration::from_secs(limit));
         if v["ok"] != true {
             doc["ok"] = json!(false);
         }
         summarise(family, &v);
+        if let Ok(here) = serde_json::from_value::<Vec<String>>(v["not_launched"].clone()) {
+            missed = Some(match missed.take() {
+                Some(m) => m.into_iter().filter(|k| here.contains(k)).collect(),
+                None => here,
+            });
+        }
         doc["families"][family] = v;
         // Written after each family: a run that is cut off keeps what it has.
         if let Some(path) = &out {
             let _ = std::fs::write(path, serde_json::to_string_pretty(&doc).unwrap_or_default());
         }
+    }
+    let missed = missed.unwrap_or_default();
+    if families.len() == FAMILIES.len() && !missed.is_empty() {
+        let _ = writeln!(std::io::stderr(), "== kernels that no family ran: {}", missed.join(", "));
+        doc["ok"] = json!(false);
+    }
+    doc["not_launched"] = json!(missed);
+    if let Some(path) = &out {
+        let _ = std::fs::write(path, serde_json::to_string_pretty(&doc).unwrap_or_default());
     }
     if out.is_none() {
         emit(&doc.to_string());

@@ -74,6 +74,11 @@ impl Attention8 {
         })
     }
 
+    /// See [`super::attention::Attention::for_many_rows`].
+    pub fn for_many_rows(self) -> Self {
+        Attention8 { slots: 4 * self.kv_heads, ..self }
+    }
+
     /// Splits of rows of at most `len` keys, see [`super::attention::Attention::splits`].
     pub fn splits(&self, len: usize) -> usize {
         len.div_ceil(64).min(self.slots.div_ceil(self.kv_heads)).max(1)

@@ -1,4 +1,4 @@
-//! Decode linears over GGML blocks as stored.
+//! Linears over GGML blocks as stored.
 
 use super::linear::Out;
 use crate::driver::{Args, Device, DeviceBuffer, Kernel, Stream};
@@ -10,14 +10,22 @@ use std::sync::Arc;
 /// minimum round their difference to FP32 once), FP32 sums: the bound of the decode linear + 2^-24 sum |w x|.
 pub struct GgmlGemv {
     kernels: [Kernel; 3],
+    rows: Kernel,
     grid: Option<DeviceBuffer>,
     ty: GgmlType,
 }
 
 impl GgmlGemv {
-    /// Types with a kernel: those of the recipes.
-    pub const TYPES: [GgmlType; 5] =
-        [GgmlType::Q8_0, GgmlType::Iq4Nl, GgmlType::Q4K, GgmlType::Q6K, GgmlType::Iq3S];
+    /// Types with a kernel: those of the recipes and of common files, and plain FP32 for what has none.
+    pub const TYPES: [GgmlType; 7] = [
+        GgmlType::Q8_0,
+        GgmlType::Iq4Nl,
+        GgmlType::Q4K,
+        GgmlType::Q5K,
+        GgmlType::Q6K,
+        GgmlType::Iq3S,
+        GgmlType::F32,
+    ];
 
     /// Looks up the instances of a type.
     pub fn new(dev: &Arc<Device>, ty: GgmlType) -> Result<Self> {
@@ -27,13 +35,15 @@ impl GgmlGemv {
                 what: format!("{} has no kernel; have {:?}", ty.name(), Self::TYPES.map(GgmlType::name)),
             });
         }
-        let k = |c: usize| dev.kernel(&format!("ggml_{}_{c}", ty.name().to_lowercase()), 0);
+        let name = ty.name().to_lowercase();
+        let k = |c: usize| dev.kernel(&format!("ggml_{name}_{c}"), 0);
+        let rows = dev.kernel(&format!("ggml_{name}_rows"), 0)?;
         let grid = if ty == GgmlType::Iq3S { Some(dev.upload(&iq3_s_grid()?)?) } else { None };
-        Ok(GgmlGemv { kernels: [k(1)?, k(4)?, k(8)?], grid, ty })
+        Ok(GgmlGemv { kernels: [k(1)?, k(4)?, k(8)?], rows, grid, ty })
     }
 
     fn shape(&self, k: usize, x_pitch: usize) -> Result<()> {
-        if !k.is_multiple_of(self.ty.block_len() as usize) || !x_pitch.is_multiple_of(8) {
+        if !k.is_multiple_of(self.ty.block_len() as usize) || !(k | x_pitch).is_multiple_of(8) {
             let what =
                 format!("{}: K = {k} in blocks of {}, pitch {x_pitch}", self.ty.name(), self.ty.block_len());
             return Err(CudaError::Shape { kernel: "ggml", what });
@@ -67,6 +77,28 @@ impl GgmlGemv {
         let args = Args::new().ptr(codes).ptr(0).ptr(0).ptr(grid).ptr(x).ptr(y);
         let args = args.ints(&[n, k, cols, x_pitch, y_pitch, 1, usize::from(out == Out::F32)]);
         s.launch(kernel, [n.div_ceil(8) as u32, cols.div_ceil(width) as u32, 1], 256, pdl, &args)
+    }
+
+    /// Rows `ids` (I32 `[rows]`, or the first `rows` where 0) of a matrix of `n` rows to BF16 `[rows][pitch]`. With `split` the
+    /// rest of each value follows `split` words later, rounded to BF16 too: the two add up to the value within 2^-17 of it.
+    #[expect(clippy::too_many_arguments, reason = "two matrices and which rows")]
+    pub fn rows(
+        &self,
+        s: &Stream,
+        codes: u64,
+        n: usize,
+        k: usize,
+        ids: u64,
+        rows: usize,
+        y: u64,
+        pitch: usize,
+        split: usize,
+        pdl: bool,
+    ) -> Result<()> {
+        self.shape(k, (pitch | split) * 4)?;
+        let grid = self.grid.as_ref().map_or(0, DeviceBuffer::ptr);
+        let args = Args::new().ptr(codes).ptr(grid).ptr(ids).ptr(y).ints(&[n, k, pitch, split]);
+        s.launch(&self.rows, [rows as u32, k.div_ceil(2048) as u32, 1], 256, pdl, &args)
     }
 
     /// One matrix of the expert of each pick: `tab` U64 `[E]` addresses of its rows, `ids` I32 `[picks]`, input row `pick / top` of

@@ -8,6 +8,8 @@ use std::sync::Arc;
 pub struct ZipfRoute {
     kernel: Kernel,
     cdf: DeviceBuffer,
+    /// The same on the host, for [`ZipfRoute::picks`].
+    law: Vec<f32>,
     experts: usize,
     repeat: f32,
 }
@@ -29,7 +31,13 @@ impl ZipfRoute {
         if let Some(last) = cdf.last_mut() {
             *last = 2.0;
         }
-        Ok(ZipfRoute { kernel: dev.kernel("zipf_route", 0)?, cdf: dev.upload(&cdf)?, experts, repeat })
+        Ok(ZipfRoute {
+            kernel: dev.kernel("zipf_route", 0)?,
+            cdf: dev.upload(&cdf)?,
+            law: cdf,
+            experts,
+            repeat,
+        })
     }
 
     /// Factor and offset of a layer's permutation: rank i is expert `(factor * i + offset) mod experts`.
@@ -45,6 +53,33 @@ impl ZipfRoute {
             factor += 2;
         }
         (factor % experts.max(1), (seed >> 32) as usize % experts.max(1))
+    }
+
+    /// What the kernel picks at a position: lane k draws until no lower lane has its expert, all lanes side by side.
+    pub fn picks(&self, position: u64, top: usize, seed: u64) -> Vec<i32> {
+        let (a, b) = Self::permutation(self.experts, seed);
+        // 32 lanes draw, `top` of them count.
+        let mut at = [position; 32];
+        for (k, t) in at.iter_mut().enumerate() {
+            for _ in 0..64 {
+                if *t == 0 || unit(mix64(seed ^ mix64(*t * 64 + k as u64) ^ 0x5bd1)) >= self.repeat {
+                    break;
+                }
+                *t -= 1;
+            }
+        }
+        let (mut ids, mut attempt, mut draw) = ([0usize; 32], [0usize; 32], [true; 32]);
+        while draw.contains(&true) {
+            for k in (0..32).filter(|k| draw[*k]) {
+                let u = unit(mix64(seed ^ mix64((at[k] * 64 + k as u64) * 4096 + attempt[k] as u64)));
+                let rank = self.law.partition_point(|c| *c <= u).min(self.experts - 1);
+                let rank = if attempt[k] < 64 { rank } else { attempt[k] + k };
+                ids[k] = (a * rank + b) % self.experts;
+                attempt[k] += 1;
+            }
+            draw = std::array::from_fn(|k| k < top && ids[..k].contains(&ids[k]));
+        }
+        ids[..top].iter().map(|i| *i as i32).collect()
     }
 
     /// `ids` I32 and `weights` FP32 `[rows][top]`, `top` at most 32; `row_pos` I32 `[rows]`.
@@ -65,6 +100,17 @@ impl ZipfRoute {
         let args = args.ints(&[rows, top, self.experts, a, b]).ptr(seed).f32(self.repeat);
         s.launch(&self.kernel, [rows.div_ceil(4) as u32, 1, 1], 128, pdl, &args)
     }
+}
+
+fn mix64(v: u64) -> u64 {
+    let v = v.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let v = (v ^ (v >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let v = (v ^ (v >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    v ^ (v >> 31)
+}
+
+fn unit(v: u64) -> f32 {
+    (v >> 40) as f32 / 16_777_216.0
 }
 
 #[cfg(test)]

@@ -15,7 +15,11 @@ fn blocks(rng: &mut Rng, ty: GgmlType, n: usize, k: usize) -> Vec<u8> {
     let mut b = rng.bytes(n * k / len * bytes);
     for block in b.chunks_exact_mut(bytes) {
         let halves: &[usize] = match ty {
-            GgmlType::Q4K => &[0, 2],
+            GgmlType::F32 => {
+                block.copy_from_slice(&(rng.normal() as f32).to_le_bytes());
+                continue;
+            }
+            GgmlType::Q4K | GgmlType::Q5K => &[0, 2],
             GgmlType::Q6K => &[208],
             _ => &[0],
         };
@@ -24,6 +28,11 @@ fn blocks(rng: &mut Rng, ty: GgmlType, n: usize, k: usize) -> Vec<u8> {
         }
     }
     b
+}
+
+/// `error` over `bound`; not a number is worse than any.
+fn over(error: f64, bound: f64) -> f64 {
+    if error.is_finite() { error / bound } else { f64::INFINITY }
 }
 
 pub(super) fn run(run: &mut Run) -> Result<()> {
@@ -89,6 +98,33 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 unequal as f64,
                 true,
             );
+            // Rows as BF16, chosen ones, and as two parts.
+            let picks: Vec<i32> = (0..7).map(|_| rows[run.rng.below(rows.len())] as i32).collect();
+            let (dp, plain) = (run.dev.upload(&picks)?, run.dev.alloc(picks.len() * k * 2)?);
+            g.rows(&run.stream, db.ptr(), n, k, dp.ptr(), picks.len(), plain.ptr(), k, 0, false)?;
+            let (pitch, part) = (2 * k + 8, k + 8);
+            let parts = run.dev.alloc(n * pitch * 2)?;
+            g.rows(&run.stream, db.ptr(), n, k, 0, n, parts.ptr(), pitch, part, true)?;
+            run.stream.synchronize()?;
+            let value =
+                |r: usize, k: usize| rows.iter().position(|x| *x == r).map_or(f64::NAN, |i| values[i][k]);
+            let got: Vec<u16> = plain.read(0, picks.len() * k)?;
+            let worst = (0..got.len()).fold(0f64, |m, i| {
+                let want = value(picks[i / k] as usize, i % k);
+                let error = (f64::from(bf16(got[i])) - want).abs();
+                m.max(over(error, bf16_half_ulp(want) + 1e-7 * want.abs() + 1e-30))
+            });
+            run.check("ggml_rows", format!("{} {n}x{k}: chosen rows", ty.name()), worst, false);
+            let got: Vec<u16> = parts.read(0, n * pitch)?;
+            let mut worst = 0f64;
+            for (row, want) in rows.iter().zip(&values) {
+                for (i, w) in want.iter().enumerate() {
+                    let at = row * pitch + i;
+                    let error = (f64::from(bf16(got[at])) + f64::from(bf16(got[at + part])) - w).abs();
+                    worst = worst.max(over(error, w.abs() * 2f64.powi(-17) + 1e-30));
+                }
+            }
+            run.check("ggml_rows", format!("{} {n}x{k}: two parts", ty.name()), worst, false);
             // As experts: each pick its own matrix and input row.
             let e = 3.min(n);
             let per = n / e;
@@ -97,7 +133,8 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
             let (dt, di) = (run.dev.upload(&tab)?, run.dev.upload(&ids)?);
             let y = run.dev.alloc(8 * per * 2)?;
             // Rows of the first expert alone are 16-byte aligned in every type; others where the type's loads allow.
-            if ty != GgmlType::Q4K || (per * row_bytes).is_multiple_of(16) {
+            let wide = matches!(ty, GgmlType::Q4K | GgmlType::Q5K | GgmlType::F32);
+            if !wide || (per * row_bytes).is_multiple_of(16) {
                 g.experts(&run.stream, dt.ptr(), di.ptr(), 8, 2, per, k, dx.ptr(), xp, y.ptr(), per, false)?;
                 run.stream.synchronize()?;
                 let got: Vec<u16> = y.read(0, 8 * per)?;

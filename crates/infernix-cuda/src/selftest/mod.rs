@@ -6,8 +6,11 @@
 
 mod attention;
 mod attention8;
+#[cfg(test)]
+mod coverage;
 mod experts;
 mod ggml;
+mod glue;
 mod hyper;
 mod linear;
 mod prefill;
@@ -53,6 +56,7 @@ pub const FAMILIES: &[&str] = &[
     "hyper",
     "router",
     "rows",
+    "glue",
     "attention",
     "attention8",
     "select",
@@ -133,6 +137,7 @@ fn round(v: f64) -> f64 {
 /// Runs the families of `options` and returns one JSON document: `ok`, `device`, `results`.
 pub fn selftest(options: &Options) -> Result<Value> {
     let dev = Device::open(options.device)?;
+    dev.note_launches();
     let mut results = Vec::new();
     let mut failed = 0;
     let mut errors = Vec::new();
@@ -160,6 +165,7 @@ pub fn selftest(options: &Options) -> Result<Value> {
             "hyper" => hyper::run(&mut run),
             "router" => experts::router(&mut run),
             "rows" => rows::run(&mut run),
+            "glue" => glue::run(&mut run),
             "attention" => attention::run(&mut run),
             "attention8" => attention8::run(&mut run),
             "select" => select::run(&mut run),
@@ -178,6 +184,12 @@ pub fn selftest(options: &Options) -> Result<Value> {
             break; // the context is lost
         }
     }
+    let not_launched = dev.not_launched();
+    if options.families.is_empty() && !not_launched.is_empty() {
+        errors.push(
+            json!({"family": "coverage", "error": format!("no family ran {}", not_launched.join(", "))}),
+        );
+    }
     let info = dev.info();
     Ok(json!({
         "schema_version": 1,
@@ -188,6 +200,7 @@ pub fn selftest(options: &Options) -> Result<Value> {
                    "l2_bytes": info.l2_bytes, "shared_per_block": info.shared_per_block, "driver": info.driver},
         "targets": crate::embedded_targets(),
         "seed": options.seed,
+        "not_launched": not_launched,
         "seconds": round(started.elapsed().as_secs_f64()),
         "results": results,
     }))

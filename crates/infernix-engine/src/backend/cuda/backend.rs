@@ -290,6 +290,9 @@ impl Backend for Cuda {
         let rows = self.round.as_ref().map_or(0, |r| r.lanes.rows);
         self.make(rows, table.k, false, |c, y| {
             let ids = c.round()?.ids[usize::from(tokens == Tokens::Next)];
+            if !table.blocks.is_empty() {
+                return c.block_rows(table, ids, rows, y.ptr);
+            }
             let [part] = &table.parts[..] else {
                 let what = "an embedding must be of one format".to_owned();
                 return Err(EngineError::Weight { name: table.name.clone(), what });

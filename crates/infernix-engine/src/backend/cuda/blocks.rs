@@ -8,6 +8,7 @@ use super::vram::{CudaBuf, fault};
 use super::weights::CudaWeight;
 use crate::backend::{At, AttentionWeights, Backend, Boundary, GdnDims, HyperWeights, Op, RopeTable, Trace};
 use crate::error::EngineError;
+use crate::state::KvFormat;
 use infernix_cuda::kernels::attention::{Queries, Selection};
 use infernix_cuda::kernels::experts::{ExpertTable, Jobs, act_bytes};
 use infernix_cuda::kernels::gdn::{ChunkArgs, GdnArgs};
@@ -17,7 +18,7 @@ use infernix_cuda::kernels::tile::{Epilogue, ExpertPlanes, Quantise, Sorted, Til
 use infernix_cuda::kernels::zipf::ZipfRoute;
 
 /// Rows of a prompt whose selections, or experts without a tile product, are computed at a time.
-const BATCH: usize = 256;
+pub(super) const BATCH: usize = 256;
 /// Rows of a prompt whose experts are computed at a time by the tile products, and the fewest that are.
 const EXPERT_ROWS: usize = 8192;
 const FEW_ROWS: usize = 64;
@@ -318,6 +319,9 @@ impl Cuda {
     }
 
     pub(super) fn run_kv_append(&mut self, id: usize, k: &CudaBuf, v: &CudaBuf) -> Result<(), EngineError> {
+        if self.state()?.layout.kv == KvFormat::Int8 {
+            return self.run_kv8_append(id, k, v);
+        }
         let round = self.round()?;
         let (lanes, paging) = (round.lanes, self.state()?.paging(id, round.tables, round.pitch));
         let a = &self.state()?.layout.attention[id];
@@ -349,6 +353,9 @@ impl Cuda {
         gate: Option<&CudaBuf>,
         y: &CudaBuf,
     ) -> Result<(), EngineError> {
+        if self.state()?.layout.kv == KvFormat::Int8 {
+            return self.run_attention8(id, q, selection, gate, y);
+        }
         let a = self.state()?.layout.attention[id].clone();
         let (d, heads) = (a.head_dim, q.width / a.head_dim);
         let round = self.round()?;
@@ -557,7 +564,7 @@ impl Cuda {
                 self.tiers.streamed(&self.stream, bank)?
             }
             Store::Exact { bank, .. } => self.tiers.records(bank),
-            Store::Chain { .. } => Records::default(),
+            Store::Chain { .. } | Store::Blocks(_) => Records::default(),
         };
         let exact = matches!(store.store, Store::Exact { .. });
         let tiled = exact && !decode && x.rows >= FEW_ROWS;
@@ -586,6 +593,11 @@ impl Cuda {
                     } else {
                         self.exact_experts(x, routing, store, &table, first, n)?
                     }
+                }
+                Store::Blocks(banks) => {
+                    let ids = routing.ids.ptr + (4 * first * routing.top) as u64;
+                    let from = Cuda::act(x)? + (2 * first * store.hidden) as u64;
+                    self.block_experts(store, banks, ids, from, n, routing.top)?
                 }
                 Store::Chain { gate_up, down } => {
                     let (gate_up, down) = (gate_up.view(), down.view());

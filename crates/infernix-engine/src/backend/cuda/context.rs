@@ -134,6 +134,8 @@ pub struct Cuda {
     pack: RefCell<Option<(PackKey, Arc<Lease>)>>,
     pub(super) profile: Option<Profile>,
     pub(super) zipf: Option<ZipfRoute>,
+    /// Rows of a weight in blocks as two BF16 parts, for prompts.
+    pub(super) parts: Option<Arc<DeviceBuffer>>,
 }
 
 impl Cuda {
@@ -169,6 +171,7 @@ impl Cuda {
             pack: RefCell::new(None),
             profile: options.profile.then(Profile::default),
             zipf: None,
+            parts: None,
         })
     }
 
@@ -360,6 +363,9 @@ impl Cuda {
         y_pitch: usize,
         out: Out,
     ) -> Result<(), EngineError> {
+        if !w.blocks.is_empty() {
+            return self.block_product(w, x, x_pitch, cols, y, y_pitch, out);
+        }
         let size = if out == Out::F32 { 4 } else { 2 };
         let mut row = 0;
         if w.parts.is_empty() {

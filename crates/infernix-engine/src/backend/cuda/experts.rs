@@ -1,5 +1,6 @@
 //! Routed experts of a layer: exact W4A4 over records as stored, or the canonical chain over exact codes.
 
+use super::ggml::BlockBank;
 use super::tiers::Tiers;
 use super::vram::{Vram, fault};
 use crate::backend::cpu::CpuExperts;
@@ -24,6 +25,8 @@ pub struct CudaExperts {
 pub(super) enum Store {
     /// Records where [`Tiers`] keeps them; FP32 `[E][3]` combined and input scales.
     Exact { bank: usize, alpha: DeviceBuffer, input: DeviceBuffer, divisor: bool },
+    /// Gate, up and down in blocks of a GGUF file, resident.
+    Blocks(Box<[BlockBank; 3]>),
     /// Everything else, resident.
     Chain { gate_up: Matrix, down: Matrix },
 }
@@ -68,20 +71,11 @@ impl CudaExperts {
                 spec.name
             )));
         }
-        let blocks = match &data {
-            ExpertData::Bank(p) => matches!(p.format, Format::Ggml(_)),
-            ExpertData::Parents { gate_up, down } => {
-                gate_up.parts.iter().chain(&down.parts).any(|p| matches!(p.format, Format::Ggml(_)))
-            }
-        };
-        if blocks {
-            return Err(EngineError::Unsupported(format!(
-                "{}: experts in blocks of a GGUF file run on the CPU only; use --backend cpu",
-                spec.name
-            )));
-        }
         // The host backend checks shapes and scales.
         let host = CpuExperts::new(spec, data.clone())?;
+        if let Some(banks) = BlockBank::of_experts(vram, &host, spec)? {
+            return Ok(CudaExperts { experts, hidden, intermediate, store: Store::Blocks(Box::new(banks)) });
+        }
         let store = match (&data, spec.activation, &spec.input_scales) {
             (ExpertData::Bank(part), Activation::A4, Some(input)) => {
                 let shape = BankShape::new(Layout::Nvfp4ExpertRg16V1, &part.shape)

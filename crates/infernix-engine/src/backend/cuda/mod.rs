@@ -9,6 +9,8 @@ mod backend;
 mod blocks;
 mod context;
 mod experts;
+mod ggml;
+mod int8;
 mod plans;
 mod profile;
 mod round;

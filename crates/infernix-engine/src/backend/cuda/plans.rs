@@ -3,9 +3,11 @@
 use infernix_cuda::driver::Device;
 use infernix_cuda::error::Result;
 use infernix_cuda::kernels::attention::Attention;
+use infernix_cuda::kernels::attention8::Attention8;
 use infernix_cuda::kernels::chain::ExpertChain;
 use infernix_cuda::kernels::experts::{Router, W4a4, W4a4Tuning};
 use infernix_cuda::kernels::gdn::{GdnChunk, GdnStep};
+use infernix_cuda::kernels::ggml::GgmlGemv;
 use infernix_cuda::kernels::hyper::HyperMix;
 use infernix_cuda::kernels::index::IndexAppend;
 use infernix_cuda::kernels::linear::{Gemv, WeightFormat};
@@ -15,6 +17,7 @@ use infernix_cuda::kernels::ple::PleOps;
 use infernix_cuda::kernels::rows::RowOps;
 use infernix_cuda::kernels::select::IndexSelect;
 use infernix_cuda::kernels::tile::{Sort, Tile, TileFormat};
+use infernix_formats::ggml::GgmlType;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::hash::Hash;
@@ -38,6 +41,8 @@ pub(super) struct Plans {
     hyper: HashMap<(&'static str, usize, usize), HyperMix>,
     gdn: HashMap<Key2, GdnStep>,
     attention: HashMap<(usize, usize, usize, bool), Attention>,
+    attention8: HashMap<(usize, usize, usize, bool), Attention8>,
+    ggml: HashMap<GgmlType, GgmlGemv>,
     append: HashMap<usize, IndexAppend>,
     select: HashMap<Key3, IndexSelect>,
     router: HashMap<Key2, Router>,
@@ -67,6 +72,8 @@ impl Plans {
             hyper: HashMap::new(),
             gdn: HashMap::new(),
             attention: HashMap::new(),
+            attention8: HashMap::new(),
+            ggml: HashMap::new(),
             append: HashMap::new(),
             select: HashMap::new(),
             router: HashMap::new(),
@@ -110,6 +117,25 @@ impl Plans {
             let a = Attention::new(dev, heads, kv, d)?;
             Ok(if many { a.for_many_rows() } else { a })
         })
+    }
+
+    pub(super) fn attention8(
+        &mut self,
+        heads: usize,
+        kv: usize,
+        d: usize,
+        many: bool,
+    ) -> Result<&Attention8> {
+        let dev = &self.device;
+        once(&mut self.attention8, (heads, kv, d, many), || {
+            let a = Attention8::new(dev, heads, kv, d)?;
+            Ok(if many { a.for_many_rows() } else { a })
+        })
+    }
+
+    pub(super) fn ggml(&mut self, ty: GgmlType) -> Result<&GgmlGemv> {
+        let d = &self.device;
+        once(&mut self.ggml, ty, || GgmlGemv::new(d, ty))
     }
 
     pub(super) fn append(&mut self, ratio: usize) -> Result<&IndexAppend> {

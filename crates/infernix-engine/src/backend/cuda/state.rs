@@ -10,6 +10,7 @@ use crate::error::EngineError;
 use crate::state::{KvFormat, PAGE_TOKENS, StateLayout};
 use infernix_cuda::DeviceBuffer;
 use infernix_cuda::kernels::attention::Paging;
+use infernix_cuda::kernels::attention8::Paging8;
 use infernix_cuda::kernels::index::{IndexRing, RING};
 use infernix_cuda::kernels::ple::PleState;
 use infernix_cuda::kernels::select::IndexPages;
@@ -35,6 +36,8 @@ pub(super) struct DeviceState {
     pub(super) layout: StateLayout,
     /// Keys and values of each attention layer, `[page][kv head][64][d]`.
     kv: Vec<(DeviceBuffer, DeviceBuffer)>,
+    /// FP16 scales of int8 keys and values, one per 64 elements; none for BF16.
+    kv_scales: Vec<(DeviceBuffer, DeviceBuffer)>,
     /// `[page][64 / ratio][128]`.
     pooled: Vec<Option<DeviceBuffer>>,
     /// `[slot][half]`: delta rule states, their convolutions' columns, PLE columns.
@@ -90,9 +93,11 @@ impl Offsets {
 impl DeviceState {
     pub(super) fn new(vram: &Vram, layout: &StateLayout) -> Result<Self, EngineError> {
         let refuse = |what: String| Err(EngineError::Unsupported(format!("{what} on the CUDA backend")));
-        if layout.kv != KvFormat::Bf16 {
-            return refuse("keys and values are kept in BF16 only".into());
-        }
+        let int8 = match layout.kv {
+            KvFormat::Bf16 => false,
+            KvFormat::Int8 => true,
+            KvFormat::F32 => return refuse("keys and values are kept in BF16 or int8 only".into()),
+        };
         for d in &layout.gdn {
             if d.key_dim != 128 || d.value_dim != 128 || d.conv_kernel != 4 {
                 return refuse(format!(
@@ -110,10 +115,15 @@ impl DeviceState {
             }
         }
         let mut kv = Vec::new();
+        let mut kv_scales = Vec::new();
         let mut pooled = Vec::new();
         for a in &layout.attention {
-            let bytes = layout.pages * PAGE_TOKENS * a.kv_heads * a.head_dim * 2;
+            let values = layout.pages * PAGE_TOKENS * a.kv_heads * a.head_dim;
+            let bytes = if int8 { values } else { 2 * values };
             kv.push((vram.alloc("KV", bytes)?, vram.alloc("KV", bytes)?));
+            if int8 {
+                kv_scales.push((vram.alloc("KV", values / 32)?, vram.alloc("KV", values / 32)?));
+            }
             pooled.push(match a.index {
                 Some(i) => {
                     let b = vram.alloc("KV", layout.pages * PAGE_TOKENS / i.ratio * INDEX_DIM * 2)?;
@@ -144,6 +154,7 @@ impl DeviceState {
         Ok(DeviceState {
             layout: layout.clone(),
             kv,
+            kv_scales,
             pooled,
             halves: vram.alloc("recurrent state", slots * 2 * half.0)?,
             half_bytes: half.0,
@@ -207,7 +218,8 @@ impl DeviceState {
     }
 
     fn paged(&self) -> impl Iterator<Item = &DeviceBuffer> {
-        self.kv.iter().flat_map(|(k, v)| [k, v]).chain(self.pooled.iter().flatten())
+        let all = self.kv.iter().chain(&self.kv_scales).flat_map(|(k, v)| [k, v]);
+        all.chain(self.pooled.iter().flatten())
     }
 
     /// Bytes of a page over all layers.
@@ -352,6 +364,26 @@ impl DeviceState {
             token_stride: a.head_dim,
             head_stride: PAGE_TOKENS * a.head_dim,
         }
+    }
+
+    /// Pages of int8 keys and values.
+    pub(super) fn paging8(&self, id: usize, tables: u64, pitch: usize) -> Result<Paging8, EngineError> {
+        let p = self.paging(id, tables, pitch);
+        let Some((keys, values)) = self.kv_scales.get(id) else {
+            return Err(EngineError::Round("int8 attention over BF16 pages".into()));
+        };
+        Ok(Paging8 {
+            keys: p.keys,
+            values: p.values,
+            key_scales: keys.ptr(),
+            value_scales: values.ptr(),
+            tables: p.tables,
+            table_pitch: p.table_pitch,
+            page_log: p.page_log,
+            page_stride: p.page_stride,
+            token_stride: p.token_stride,
+            head_stride: p.head_stride,
+        })
     }
 
     pub(super) fn index_pages(&self, id: usize, tables: u64, pitch: usize) -> Option<IndexPages> {

@@ -1,5 +1,6 @@
 //! Dense weights on the device: planes of whole rows, in the words they are stored in.
 
+use super::ggml::Blocks;
 use super::vram::{Vram, fault};
 use crate::backend::{Activation, WeightData, WeightPart, WeightSpec};
 use crate::error::EngineError;
@@ -16,6 +17,8 @@ const SHORT: usize = 16;
 pub struct CudaWeight {
     /// Matrices one below the other, one a format and tensor scale.
     pub(super) parts: Vec<Linear>,
+    /// The same as blocks of a GGUF file, or as FP32 values of a format without a kernel; a weight has one kind of parts.
+    pub(super) blocks: Vec<Blocks>,
     pub(super) n: usize,
     pub(super) k: usize,
     /// Plain BF16 `[n, k]` of a vector or convolution; absent if a value does not fit.
@@ -47,7 +50,8 @@ impl CudaWeight {
         }
         let k = data.parts.first().map_or(1, |p| p.shape.last().copied().unwrap_or(1)) as usize;
         let vector = data.shape.len() < 2 || k < SHORT;
-        let mut w = CudaWeight { parts: Vec::new(), n: 0, k, plain: None, wide: None, name };
+        let mut w =
+            CudaWeight { parts: Vec::new(), blocks: Vec::new(), n: 0, k, plain: None, wide: None, name };
         if vector {
             let mut values = Vec::new();
             for p in &data.parts {
@@ -58,6 +62,11 @@ impl CudaWeight {
                 w.plain = Some(put(vram, &words)?);
             }
             w.wide = Some(put(vram, &values)?);
+            return Ok(w);
+        }
+        if data.parts.iter().any(|p| kind(p.format, p.layout).is_none() && !fits_bf16(p)) {
+            w.blocks = Blocks::of_parts(vram, &w.name, data)?;
+            w.n = w.blocks.iter().map(|b| b.n).sum();
             return Ok(w);
         }
         let mut open: Option<Planes> = None;
@@ -127,7 +136,16 @@ impl CudaWeight {
     }
 }
 
-fn put<T: infernix_cuda::driver::Plain>(vram: &Vram, values: &[T]) -> Result<DeviceBuffer, EngineError> {
+/// Whether plain values of a format without a kernel are BF16 words in disguise.
+fn fits_bf16(p: &WeightPart) -> bool {
+    let plain = matches!(p.format, Format::Fp32 | Format::Fp16);
+    plain && decode("", p).is_ok_and(|v| exact_bf16(&v).is_some())
+}
+
+pub(super) fn put<T: infernix_cuda::driver::Plain>(
+    vram: &Vram,
+    values: &[T],
+) -> Result<DeviceBuffer, EngineError> {
     let b = vram.take("weights", std::mem::size_of_val(values))?;
     b.write(0, values).map_err(fault)?;
     Ok(b)
@@ -151,7 +169,7 @@ fn padded(format: WeightFormat, k: usize) -> usize {
     }
 }
 
-fn decode(name: &str, p: &WeightPart) -> Result<Vec<f32>, EngineError> {
+pub(super) fn decode(name: &str, p: &WeightPart) -> Result<Vec<f32>, EngineError> {
     let source =
         |e: infernix_formats::FormatError| EngineError::Source { name: name.to_owned(), source: Box::new(e) };
     let e = Encoded::new(p.layout, p.format, &p.shape, (*p.bytes).as_ref()).map_err(source)?;
@@ -196,7 +214,7 @@ fn stored_planes(name: &str, p: &WeightPart) -> Result<Planes, EngineError> {
     let Some(format) = kind(p.format, p.layout) else {
         // A format without a kernel whose values BF16 holds exactly.
         let Some(words) = exact_bf16(&decode(name, p)?) else {
-            let what = format!("{} has no CUDA kernel and does not fit BF16; use --backend cpu", p.format);
+            let what = format!("{} values do not fit BF16", p.format);
             return Err(EngineError::Weight { name: name.to_owned(), what });
         };
         let raw: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
