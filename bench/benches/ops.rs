@@ -174,6 +174,7 @@ fn experts(c: &mut Criterion) {
             layout: Layout::Nvfp4ExpertRg16V1,
             shape: shape.clone(),
             bytes: bytes.clone(),
+            file: None,
             rows: 0..e as u64,
         };
         let spec = ExpertSpec {
@@ -225,6 +226,7 @@ fn row_major_experts(c: &mut Criterion) {
                 layout,
                 shape: shape.clone(),
                 bytes: Arc::new(bytes),
+                file: None,
                 rows: 0..n as u64,
             };
             WeightData { shape, parts: vec![part] }
@@ -287,6 +289,7 @@ fn state(c: &mut Criterion) {
             layout: Layout::ContiguousLeV1,
             shape: shape.clone(),
             bytes,
+            file: None,
             rows: 0..rows,
         };
         let spec = WeightSpec { name: "bench".into(), activation: Activation::A16, input_scale: None };

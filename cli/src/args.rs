@@ -275,7 +275,8 @@ pub(crate) struct ModelArgs {
     /// Device memory to use at most (CUDA) [default: all that is free]
     #[arg(long, value_name = "N")]
     pub(crate) vram_budget_mib: Option<usize>,
-    /// Host memory for routed experts (CUDA); said explicitly, it also overrides the check against what is free now
+    /// Host memory for routed experts (CUDA); what it does not hold is read from the artifact when it is picked. Said explicitly, it
+    /// also overrides the check against what is free now
     #[arg(long, value_name = "N")]
     pub(crate) expert_ram_mib: Option<usize>,
     /// Worker threads of decoding [default: the physical cores this process may use]
@@ -646,6 +647,12 @@ pub(crate) struct BenchArgs {
     /// Fewer layers than the geometry has
     #[arg(long, value_name = "N", requires = "synthetic")]
     pub(crate) synthetic_layers: Option<u64>,
+    /// Keep the synthetic experts and n-gram rows in files of this folder, to be read from disk; files of an earlier run are used again
+    #[arg(long, value_name = "DIR", requires = "synthetic")]
+    pub(crate) synthetic_dir: Option<PathBuf>,
+    /// About this many n-gram rows instead of the published 320 million
+    #[arg(long, value_name = "N", requires = "synthetic_dir")]
+    pub(crate) synthetic_ngram_rows: Option<u64>,
     /// Exponent of the law that picks experts of a synthetic model on a CUDA device; 0 leaves it to the random router
     #[arg(long, value_name = "S", default_value_t = 1.2, requires = "synthetic")]
     pub(crate) routing_zipf: f64,

@@ -53,6 +53,7 @@ pub(crate) fn run(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Ou
             let cuda = CudaOptions {
                 device,
                 budget: found.vram_budget,
+                expert_ram: found.expert_ram,
                 routing: routing.then_some(Routing {
                     s: args.routing_zipf,
                     repeat: args.routing_repeat,
@@ -124,6 +125,7 @@ struct Found {
     threads: usize,
     threads_batch: usize,
     vram_budget: usize,
+    expert_ram: usize,
 }
 
 fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
@@ -140,6 +142,7 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
             threads: open.threads,
             threads_batch: open.threads_batch,
             vram_budget: open.vram_budget,
+            expert_ram: open.expert_ram,
             open: Some(open),
         });
     };
@@ -151,6 +154,7 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
         return Err(usage(format!("no geometry {name:?}; there are\n{}", names.join("\n"))));
     };
     let geometry = args.synthetic_layers.map_or(geometry, |n| geometry.with_layers(n));
+    let geometry = args.synthetic_ngram_rows.map_or(geometry, |n| geometry.with_ngram_rows(n));
     let format = args.synthetic_format.as_deref().map_or(Ok(geometry.format), synthetic_format)?;
     let sizes = synthetic::sizes(&geometry, format)?;
     let free = available_memory();
@@ -173,7 +177,12 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
     Ok(Found {
         name: name.clone(),
         format: format.to_string(),
-        source: Weights::Synthetic(synthetic::build(&geometry, format, args.seed)?),
+        source: Weights::Synthetic(synthetic::build_in(
+            &geometry,
+            format,
+            args.seed,
+            args.synthetic_dir.as_deref(),
+        )?),
         open: None,
         backend: how.backend,
         activations: how.activations,
@@ -181,6 +190,7 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
         threads: how.threads,
         threads_batch: how.threads_batch,
         vram_budget: how.vram_budget,
+        expert_ram: how.expert_ram,
     })
 }
 
@@ -292,8 +302,9 @@ impl Run<'_> {
 
     fn ngram(&self) -> anyhow::Result<Option<Ngram>> {
         let Some(open) = &self.found.open else {
-            let name = self.args.synthetic.as_deref().and_then(Geometry::find);
-            return Ok(name.map_or(Ok(None), |g| g.ngram())?);
+            let Some(g) = self.args.synthetic.as_deref().and_then(Geometry::find) else { return Ok(None) };
+            let g = self.args.synthetic_ngram_rows.map_or(g, |n| g.with_ngram_rows(n));
+            return Ok(self.args.synthetic_dir.as_deref().map_or_else(|| g.ngram(), |d| g.ngram_in(d))?);
         };
         let found = open_ngram(&open.artifact, open.ngram.as_deref(), NgramOptions::default())?;
         Ok(found.map(|(ngram, warnings)| {
@@ -428,6 +439,9 @@ fn tier_counts(backend: &mut Cuda) -> Value {
         "promoted_records": c.promotions,
         "streamed_records": c.streamed,
         "streamed_bytes": c.streamed * record,
+        "disk_reads": c.disk_reads,
+        "disk_waited_us": c.disk_waited,
+        "ngram_waited_us": c.ngram_waited,
     })
 }
 

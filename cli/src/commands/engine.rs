@@ -70,6 +70,7 @@ struct Loading {
     ngram: Option<PathBuf>,
     cpu: CpuOptions,
     vram_budget: usize,
+    expert_ram: usize,
     load: LoadOptions,
     kv: KvFormat,
     tokens: usize,
@@ -87,6 +88,7 @@ impl Loading {
                 ..CpuOptions::default()
             },
             vram_budget: open.vram_budget,
+            expert_ram: open.expert_ram,
             load: LoadOptions { activations: open.activations, ..LoadOptions::default() },
             kv: open.kv,
             tokens: 0,
@@ -105,7 +107,12 @@ impl Loading {
     }
 
     fn cuda(&self, device: i32) -> Result<Cuda, EngineError> {
-        Cuda::new(CudaOptions { device, budget: self.vram_budget, ..CudaOptions::default() })
+        Cuda::new(CudaOptions {
+            device,
+            budget: self.vram_budget,
+            expert_ram: self.expert_ram,
+            ..CudaOptions::default()
+        })
     }
 
     fn driver<B: Backend>(&self, backend: B) -> Result<Driver<B>, EngineError> {

@@ -174,6 +174,8 @@ pub(crate) struct How {
     pub(crate) threads_batch: usize,
     /// Bytes of device memory to use at most; 0 is all that is free.
     pub(crate) vram_budget: usize,
+    /// Bytes of host memory for routed experts (CUDA); 0 is for all of them.
+    pub(crate) expert_ram: usize,
 }
 
 impl How {
@@ -198,6 +200,7 @@ impl How {
             threads: threads("threads", args.threads)?,
             threads_batch: threads("threads-batch", args.threads_batch)?,
             vram_budget: args.vram_budget_mib.unwrap_or(0) << 20,
+            expert_ram: args.expert_ram_mib.unwrap_or(0) << 20,
         })
     }
 }
@@ -216,11 +219,14 @@ pub(crate) struct OpenModel {
     pub(crate) threads_batch: usize,
     /// Bytes of device memory to use at most; 0 is all that is free.
     pub(crate) vram_budget: usize,
+    /// Bytes of host memory for routed experts (CUDA); 0 is for all of them.
+    pub(crate) expert_ram: usize,
 }
 
 impl OpenModel {
     pub(crate) fn new(args: &ModelArgs, progress: ProgressMode) -> anyhow::Result<Self> {
-        let How { backend, activations, kv, threads, threads_batch, vram_budget } = How::new(args)?;
+        let How { backend, activations, kv, threads, threads_batch, vram_budget, expert_ram } =
+            How::new(args)?;
         let path = artifact_path(args, progress)?;
         Ok(Self {
             artifact: Arc::new(Artifact::open(&path)?),
@@ -231,6 +237,7 @@ impl OpenModel {
             threads,
             threads_batch,
             vram_budget,
+            expert_ram,
         })
     }
 

@@ -443,6 +443,12 @@ pub struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
+    /// Waits for it; at once if it was never recorded.
+    pub fn wait(&self) -> Result<()> {
+        // SAFETY: live event.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })
+    }
+
     /// Whether everything before it has been done.
     pub fn is_done(&self) -> Result<bool> {
         // SAFETY: live event.

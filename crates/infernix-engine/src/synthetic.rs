@@ -3,6 +3,7 @@
 //! Codes are uniform over their legal values; scales are set so that every linear preserves the RMS of its input, which
 //! keeps activations finite and routing spread out. Nothing such a model says has a meaning.
 
+use crate::backend::weights::Bytes;
 use crate::backend::{WeightData, WeightPart};
 use crate::error::EngineError;
 use crate::memory::HugeMemory;
@@ -17,7 +18,10 @@ use infernix_model::{
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
+
+mod disk;
 
 /// A geometry that can be built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +52,8 @@ struct Numbers {
     published: bool,
     /// Hyper-connections, sparse attention and n-gram embedding of Flash-Next.
     next: bool,
+    /// Rows of one head's n-gram table, at least.
+    ngram_base: u64,
 }
 
 const TEST: Numbers = Numbers {
@@ -62,6 +68,7 @@ const TEST: Numbers = Numbers {
     experts: None,
     published: false,
     next: false,
+    ngram_base: 0,
 };
 
 /// The published models, dimensions as in their configurations.
@@ -77,6 +84,7 @@ const PUBLISHED: Numbers = Numbers {
     experts: Some((512, 10, 640)),
     published: true,
     next: true,
+    ngram_base: 20_000_000,
 };
 
 /// Every geometry, smallest first. Head widths are the family's: 256 in attention, 128 in the delta net.
@@ -177,6 +185,21 @@ impl Geometry {
         Geometry { numbers: Numbers { layers: layers.max(1), ..self.numbers }, ..self }
     }
 
+    /// The same with about `rows` n-gram rows.
+    pub fn with_ngram_rows(self, rows: u64) -> Geometry {
+        // Two orders of eight heads, as the configuration says.
+        Geometry { numbers: Numbers { ngram_base: (rows / 16).max(1), ..self.numbers }, ..self }
+    }
+
+    /// Its n-gram rows in a volume in `folder`, written if it is not there.
+    pub fn ngram_in(&self, folder: &Path) -> Result<Option<Ngram>, EngineError> {
+        let config = self.config()?;
+        let Some(ple) = &config.ple else { return Ok(None) };
+        let tables = infernix_model::ngram::constants(ple, config.vocab)?;
+        let rows = disk::volume(folder, tables.iter().map(|t| t.rows).sum(), ple.row_width() as usize)?;
+        Ngram::new(ple, config.vocab, rows, NgramOptions::default()).map(Some)
+    }
+
     /// Its n-gram rows, where it has an n-gram embedding: random values of RMS 1, a function of the row alone.
     pub fn ngram(&self) -> Result<Option<Ngram>, EngineError> {
         let config = self.config()?;
@@ -242,7 +265,7 @@ impl Geometry {
                 "ple_conv_kernel_size": 4,
                 "ngram_size": 3,
                 "heads_per_ngram": 8,
-                "ngram_vocab_size_base": 20_000_000,
+                "ngram_vocab_size_base": n.ngram_base,
                 "make_ngram_vocab_size_divisible_by": 128,
                 "split_ngram_parts": 128,
                 "indexer_n_heads": 4,
@@ -295,6 +318,16 @@ pub fn sizes(geometry: &Geometry, format: Format) -> Result<Sizes, EngineError> 
 
 /// Builds a model with its large matrices in `format`; the same seed gives the same words.
 pub fn build(geometry: &Geometry, format: Format, seed: u64) -> Result<MemorySource, EngineError> {
+    build_in(geometry, format, seed, None)
+}
+
+/// As [`build`]; banks of experts go to files of `folder` where one is given.
+pub fn build_in(
+    geometry: &Geometry,
+    format: Format,
+    seed: u64,
+    folder: Option<&Path>,
+) -> Result<MemorySource, EngineError> {
     if !FORMATS.contains(&format) {
         return Err(EngineError::Unsupported(format!("synthetic weights in {format}")));
     }
@@ -314,8 +347,14 @@ pub fn build(geometry: &Geometry, format: Format, seed: u64) -> Result<MemorySou
                 0 | 1 => 1,
                 n => shape[..n - 1].iter().product(),
             };
-            let part =
-                WeightPart { format, layout, shape: shape.clone(), bytes: Arc::new(words), rows: 0..rows };
+            let (bytes, file): (Bytes, _) = match folder {
+                Some(folder) if layout == Layout::Nvfp4ExpertRg16V1 => {
+                    let (bytes, file) = disk::object(folder, key, words.as_ref())?;
+                    (bytes, Some(file))
+                }
+                _ => (Arc::new(words), None),
+            };
+            let part = WeightPart { format, layout, shape: shape.clone(), bytes, file, rows: 0..rows };
             weights.insert(name, WeightData { shape, parts: vec![part] });
         }
     }
@@ -333,6 +372,7 @@ fn input_scales(shape: &[u64]) -> WeightData {
         layout: Layout::ContiguousLeV1,
         shape: shape.to_vec(),
         bytes: Arc::new(words),
+        file: None,
         rows: 0..rows,
     };
     WeightData { shape: shape.to_vec(), parts: vec![part] }

@@ -72,8 +72,14 @@ fn synthetic(config: &serde_json::Value, format: Format) -> (MemorySource, usize
             }
         }
         let rows = if p.shape.len() < 2 { 1 } else { p.shape[..p.shape.len() - 1].iter().product() };
-        let part =
-            WeightPart { format, layout, shape: p.shape.clone(), bytes: Arc::new(bytes), rows: 0..rows };
+        let part = WeightPart {
+            format,
+            layout,
+            shape: p.shape.clone(),
+            bytes: Arc::new(bytes),
+            file: None,
+            rows: 0..rows,
+        };
         weights.insert(p.name.clone(), WeightData { shape: p.shape.clone(), parts: vec![part] });
     }
     (MemorySource { config, weights, expert_activation: 16 }, read)

@@ -119,6 +119,7 @@ impl Bench {
             layout: Layout::ContiguousLeV1,
             shape: shape.clone(),
             bytes: Arc::new(bytes),
+            file: None,
             rows: 0..rows,
         };
         let spec = WeightSpec { name: "w".into(), activation: Activation::A16, input_scale: None };

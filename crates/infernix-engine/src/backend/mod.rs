@@ -31,7 +31,9 @@ pub use blocks::{
 };
 pub use meta::{CallKind, LaneMeta, Outcome, Part, SlotId, StepMeta, Tokens};
 pub use site::{At, Op, RowKey, Site};
-pub use weights::{Activation, ActivationPolicy, ExpertData, ExpertSpec, WeightData, WeightPart, WeightSpec};
+pub use weights::{
+    Activation, ActivationPolicy, ExpertData, ExpertSpec, FileRange, WeightData, WeightPart, WeightSpec,
+};
 
 use crate::error::EngineError;
 use crate::ngram::NgramTicket;

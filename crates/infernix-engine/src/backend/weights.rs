@@ -2,6 +2,7 @@
 
 use infernix_formats::{Format, Layout};
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Bytes of one stored object; shared with the map they come from.
@@ -32,6 +33,15 @@ pub enum ActivationPolicy {
     A4,
 }
 
+/// Where an object's bytes lie in a file, for readers with their own I/O.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileRange {
+    /// The file.
+    pub path: Arc<Path>,
+    /// First byte.
+    pub offset: u64,
+}
+
 /// A contiguous run of rows of one stored object.
 #[derive(Clone)]
 pub struct WeightPart {
@@ -43,6 +53,8 @@ pub struct WeightPart {
     pub shape: Vec<u64>,
     /// The whole object.
     pub bytes: Bytes,
+    /// The same bytes in one file, where they are.
+    pub file: Option<FileRange>,
     /// Rows of the object that belong to the weight, counted over all axes but the last (a vector is one row).
     pub rows: Range<u64>,
 }

@@ -1,7 +1,7 @@
 //! Weights out of an artifact.
 
 use super::source::WeightSource;
-use crate::backend::{WeightData, WeightPart};
+use crate::backend::{FileRange, WeightData, WeightPart};
 use crate::error::EngineError;
 use infernix_artifact::{Artifact, Binding, Object};
 use infernix_formats::{Encoded, Format, Layout};
@@ -61,6 +61,13 @@ impl ArtifactSource {
             source: Box::new(e),
         };
         let bytes = self.artifact.bytes(object).map_err(source)?;
+        let segments = self.artifact.segments(object.offset, object.bytes).map_err(source)?;
+        let file = match &segments[..] {
+            [one] => {
+                self.artifact.paths().nth(one.file).map(|p| FileRange { path: p.into(), offset: one.offset })
+            }
+            _ => None,
+        };
         let mut shape = shape.to_vec();
         let (begin, end) = range.unwrap_or((0, object.elements()));
         if shape.len() < 2 && (begin, end) != (0, object.elements()) {
@@ -71,7 +78,7 @@ impl ArtifactSource {
         if begin % k != 0 || end % k != 0 {
             return Err(bad(format!("elements {begin}..{end} of object {id} are not whole rows of {k}")));
         }
-        Ok(WeightPart { format, layout, shape, bytes: Arc::new(bytes), rows: begin / k..end / k })
+        Ok(WeightPart { format, layout, shape, bytes: Arc::new(bytes), file, rows: begin / k..end / k })
     }
 }
 

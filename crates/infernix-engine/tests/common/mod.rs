@@ -47,6 +47,7 @@ pub(crate) fn plain_checkpoint(path: &Path) -> (MemorySource, Option<MemoryRows>
             layout: Layout::ContiguousLeV1,
             shape,
             bytes: Arc::new(bytes),
+            file: None,
             rows: 0..rows,
         }
     };

@@ -554,6 +554,9 @@ impl Cuda {
         y: &CudaBuf,
     ) -> Result<(), EngineError> {
         let decode = self.is_decode();
+        if let (Store::Exact { bank, .. }, false) = (&store.store, self.streaming) {
+            self.fetch_experts(*bank, &routing.ids, routing.top)?;
+        }
         let records = match store.store {
             Store::Exact { bank, .. } if decode => {
                 self.routed.push((bank, routing.ids.rows_from(0, routing.ids.rows)));

@@ -39,6 +39,9 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// Route by this law instead of the router (synthetic models).
     pub routing: Option<Routing>,
+    /// Host memory for routed experts, in bytes; 0: for all that device memory leaves. What it does not hold is read from the
+    /// artifact's file when it is picked.
+    pub expert_ram: usize,
     /// Note how long each part of a round takes; rounds then run launch by launch.
     pub profile: bool,
 }
@@ -68,6 +71,7 @@ impl Default for CudaOptions {
             placement: Placement::Auto,
             graphs: true,
             routing: None,
+            expert_ram: 0,
             profile: false,
         }
     }
@@ -149,7 +153,7 @@ impl Cuda {
             plans: Plans::new(&device).map_err(fault)?,
             vram,
             state: None,
-            tiers: Tiers::new(options.placement, options.routing),
+            tiers: Tiers::new(options.placement, options.routing, options.expert_ram),
             round: None,
             identity: None,
             routed: Vec::new(),
@@ -193,6 +197,11 @@ impl Cuda {
     /// The same, counted from zero from now on.
     pub fn take_tier_counts(&mut self) -> TierCounts {
         std::mem::take(&mut self.tiers.counts)
+    }
+
+    /// From now on reads of an expert of the `bank`th layer with experts fail, or of none (tests).
+    pub fn break_expert(&mut self, bank: usize, expert: Option<usize>) {
+        self.tiers.break_expert(bank, expert);
     }
 
     /// Bytes a second that a copy within device memory reads and writes.
@@ -636,7 +645,10 @@ impl Cuda {
         let words = &mut stage.host.as_mut_slice()[at..at + 2 * rows * width];
         for (l, (ticket, r)) in tickets.iter().zip(&lane_rows).enumerate() {
             let own = &mut words[2 * r.start * width..2 * r.end * width];
-            let values = ticket.wait().and_then(|v| {
+            let clock = std::time::Instant::now();
+            let waited = ticket.wait();
+            self.tiers.counts.ngram_waited += clock.elapsed().as_micros() as u64;
+            let values = waited.and_then(|v| {
                 let what =
                     || EngineError::Ngram(format!("{} table values, {} needed", v.len(), own.len() / 2));
                 if 2 * v.len() == own.len() { Ok(v) } else { Err(what()) }

@@ -97,6 +97,7 @@ impl CudaExperts {
                 let bank = tiers.add(
                     &spec.name,
                     part.bytes.clone(),
+                    part.file.clone(),
                     shape.stride as usize,
                     shape.record_bytes as usize,
                     experts,

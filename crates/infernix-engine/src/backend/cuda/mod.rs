@@ -8,6 +8,7 @@
 mod backend;
 mod blocks;
 mod context;
+mod disk;
 mod experts;
 mod ggml;
 mod int8;

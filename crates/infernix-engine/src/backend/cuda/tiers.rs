@@ -6,9 +6,10 @@
 //! expert, stream the records of the next layers into a ring while a layer computes.
 
 use super::context::Routing;
+use super::disk::Disk;
 use super::vram::{Vram, fault};
-use crate::backend::Part;
 use crate::backend::weights::Bytes;
+use crate::backend::{FileRange, Part};
 use crate::error::EngineError;
 use infernix_cuda::DeviceBuffer;
 use infernix_cuda::driver::{Event, PinnedBuffer, Registered, Stream};
@@ -18,7 +19,7 @@ use std::ops::Range;
 /// Promotions that may run beside one round: 8 records are 0.4 ms of a 55 GB/s link; a cache that misses most picks anyway may
 /// spend more.
 const PROMOTIONS: usize = 8;
-const CATCH_UP: usize = 64;
+pub(super) const CATCH_UP: usize = 64;
 /// Tokens after which a use counts half.
 const HALF_LIFE: f32 = 2048.0;
 /// A ring half holds this much more than the evenly spread absent records of a layer.
@@ -41,6 +42,8 @@ pub enum Placement {
 struct Bank {
     part: Part,
     bytes: Bytes,
+    /// Where they lie in a file.
+    file: Option<FileRange>,
     stride: usize,
     /// In the flat numbering of all experts.
     experts: Range<usize>,
@@ -76,6 +79,12 @@ pub struct TierCounts {
     pub promotions: u64,
     /// Records streamed for prompts.
     pub streamed: u64,
+    /// Records read from disk.
+    pub disk_reads: u64,
+    /// Microseconds that rounds waited for them.
+    pub disk_waited: u64,
+    /// Microseconds that rounds waited for n-gram rows.
+    pub ngram_waited: u64,
 }
 
 pub(super) struct Tiers {
@@ -99,6 +108,9 @@ pub(super) struct Tiers {
     moving: Vec<Move>,
     copies: Option<(Stream, Event)>,
     ring: Option<Ring>,
+    /// Host memory for experts, in bytes; 0: for all of them.
+    ram: usize,
+    disk: Option<Disk>,
     pub(super) counts: TierCounts,
 }
 
@@ -116,7 +128,7 @@ struct Ring {
 }
 
 impl Tiers {
-    pub(super) fn new(placement: Placement, routing: Option<Routing>) -> Self {
+    pub(super) fn new(placement: Placement, routing: Option<Routing>, ram: usize) -> Self {
         Tiers {
             placement,
             routing,
@@ -137,6 +149,8 @@ impl Tiers {
             moving: Vec::new(),
             copies: None,
             ring: None,
+            ram,
+            disk: None,
             counts: TierCounts::default(),
         }
     }
@@ -146,6 +160,7 @@ impl Tiers {
         &mut self,
         name: &str,
         bytes: Bytes,
+        file: Option<FileRange>,
         stride: usize,
         record: usize,
         experts: usize,
@@ -154,7 +169,7 @@ impl Tiers {
         let part = if name.starts_with("mtp/") { Part::Drafter } else { Part::Target };
         self.record = self.record.max(record);
         self.frame = self.record.next_multiple_of(256);
-        self.banks.push(Bank { part, bytes, stride, experts: first..first + experts, host: None });
+        self.banks.push(Bank { part, bytes, file, stride, experts: first..first + experts, host: None });
         self.banks.len() - 1
     }
 
@@ -177,7 +192,11 @@ impl Tiers {
         self.record
     }
 
+    /// Where the device finds an expert in host memory; 0 if it is on disk only.
     fn host_address(&self, expert: usize) -> u64 {
+        if let Some(d) = &self.disk {
+            return d.address(expert).unwrap_or(0);
+        }
         let b = self.banks.partition_point(|b| b.experts.end <= expert);
         let bank = &self.banks[b];
         let at = ((expert - bank.experts.start) * bank.stride) as u64;
@@ -215,14 +234,19 @@ impl Tiers {
             Placement::RandomHalf(_) => (n / 2, most),
             Placement::Host => (0, most),
         };
-        let ring = ring.min(most);
+        // Host memory that does not hold what device memory leaves: the rest stays on disk. A layer of a prompt then goes through
+        // the ring whole.
+        let from_disk = self.ram > 0 && (n - frames) * self.record > self.ram;
+        let ring = if from_disk { most } else { ring.min(most) };
         self.frame_of = vec![None; n];
         self.owner = vec![None; frames];
         self.score = vec![0.0; n];
         self.used_at = vec![0.0; n];
         let memory = vram.alloc("expert frames", frames * self.frame)?;
-        self.fill_frames(frames);
-        if frames < n {
+        let order = self.fill_frames(frames);
+        if from_disk {
+            self.open_disk(vram)?;
+        } else if frames < n {
             self.pin(vram)?;
         } else {
             // Copies from page-locked memory run at the link's rate; where it cannot be locked, through the driver's buffers.
@@ -230,7 +254,19 @@ impl Tiers {
                 b.host = vram.device.register(b.bytes.clone()).ok();
             }
         }
-        for (frame, expert) in self.owner.iter().enumerate() {
+        if let Some(disk) = &mut self.disk {
+            let held = self.owner.iter().enumerate().filter_map(|(f, o)| Some((f, (*o)? as usize)));
+            let moves: Vec<_> = held.map(|(f, e)| (e, memory.at(f * self.frame))).collect();
+            disk.land(stream, &moves)?;
+            // Then what is likeliest of the rest.
+            let mut rest: Vec<usize> = order.into_iter().skip(frames).take(disk.len()).collect();
+            rest.sort_unstable();
+            if let Some((e, what)) = disk.fetch(&rest, |_| 0.0, |_| false).into_iter().next() {
+                return Err(EngineError::Round(format!("expert {e} could not be read: {what}")));
+            }
+            disk.counts = Default::default();
+        }
+        for (frame, expert) in self.owner.iter().enumerate().filter(|_| self.disk.is_none()) {
             let Some(expert) = expert.map(|e| e as usize) else { continue };
             let to = memory.at(frame * self.frame);
             let b = self.banks.partition_point(|b| b.experts.end <= expert);
@@ -270,8 +306,8 @@ impl Tiers {
         self.before_round(stream)
     }
 
-    /// The first owners of frames: the same number in every layer, or as a test asks.
-    fn fill_frames(&mut self, frames: usize) {
+    /// The first owners of frames: the same number in every layer, or as a test asks. Gives all experts in that order.
+    fn fill_frames(&mut self, frames: usize) -> Vec<usize> {
         let n = self.frame_of.len();
         let mut order: Vec<usize> = Vec::with_capacity(n);
         let most = self.banks.iter().map(|b| b.experts.len()).max().unwrap_or(0);
@@ -288,9 +324,83 @@ impl Tiers {
         if let Placement::RandomHalf(seed) = self.placement {
             order.sort_by_key(|e| crate::numerics::round::mix(seed ^ *e as u64));
         }
-        for (frame, e) in order.into_iter().take(frames).enumerate() {
+        for (frame, e) in order.iter().copied().take(frames).enumerate() {
             self.owner[frame] = Some(e as u32);
             self.frame_of[e] = Some(frame as u32);
+        }
+        order
+    }
+
+    fn open_disk(&mut self, vram: &Vram) -> Result<(), EngineError> {
+        let mut banks = Vec::with_capacity(self.banks.len());
+        for b in &self.banks {
+            let Some(file) = &b.file else {
+                return Err(EngineError::Unsupported(format!(
+                    "experts need {} MiB of host memory and lie in no file; raise --expert-ram-mib above {}",
+                    (self.total() * self.record).div_ceil(1 << 20),
+                    self.ram >> 20
+                )));
+            };
+            banks.push((file.clone(), b.stride, b.experts.clone()));
+        }
+        self.disk = Some(Disk::new(&vram.device, &banks, self.record, self.ram)?);
+        Ok(())
+    }
+
+    /// Whether some experts are on disk only.
+    pub(super) fn on_disk(&self) -> bool {
+        self.disk.is_some()
+    }
+
+    /// Reads of an expert fail from now on.
+    pub(super) fn break_expert(&mut self, bank: usize, expert: Option<usize>) {
+        if let (Some(d), Some(b)) = (&mut self.disk, self.banks.get(bank)) {
+            d.break_expert(expert.map(|e| b.experts.start + e));
+        }
+    }
+
+    /// Brings the picked experts of a bank to memory and tells the device where; gives those that could not be read.
+    pub(super) fn ensure(
+        &mut self,
+        stream: &Stream,
+        bank: usize,
+        picks: &[i32],
+    ) -> Result<Vec<(usize, String)>, EngineError> {
+        let start = self.banks[bank].experts.start;
+        let mut wanted: Vec<usize> = picks.iter().map(|i| start + *i as usize).collect();
+        wanted.sort_unstable();
+        wanted.dedup();
+        wanted.retain(|e| self.frame_of[*e].is_none());
+        let Some(mut disk) = self.disk.take() else { return Ok(Vec::new()) };
+        let held = |e: usize| self.moving.iter().any(|m| m.expert == e);
+        let before = disk.counts;
+        let failed = disk.fetch(&wanted, |e| self.worth(e), held);
+        self.counts.disk_reads += disk.counts.reads - before.reads;
+        self.counts.disk_waited += disk.counts.waited - before.waited;
+        self.disk = Some(disk);
+        // Any record will do where one is missing: its lanes have failed, shapes must stay.
+        let stand_in = (0..self.total()).map(|e| self.record_address(e)).find(|a| *a != 0).unwrap_or(0);
+        let n = self.total();
+        for e in &wanted {
+            let address = Some(self.record_address(*e)).filter(|a| *a != 0).unwrap_or(stand_in);
+            let down = address + self.down_offset();
+            if let Some(a) = &mut self.addresses {
+                put(a, *e, address);
+                put(a, n + *e, down);
+            }
+        }
+        if let (Some(t), Some(a), false) = (&self.table, &self.addresses, wanted.is_empty()) {
+            // Records that left their slots are looked for again before they are used: what the table says of them does not matter.
+            stream.copy(t.ptr(), a.device_ptr(), a.as_slice().len()).map_err(fault)?;
+        }
+        Ok(failed.into_iter().map(|(e, what)| (e - start, what)).collect())
+    }
+
+    /// Where the device finds an expert, 0 if nowhere.
+    fn record_address(&self, expert: usize) -> u64 {
+        match (self.frame_of[expert], &self.frames) {
+            (Some(f), Some(m)) => m.at(f as usize * self.frame),
+            _ => self.host_address(expert),
         }
     }
 
@@ -312,10 +422,7 @@ impl Tiers {
     }
 
     fn set_address(&mut self, expert: usize) {
-        let address = match (self.frame_of[expert], &self.frames) {
-            (Some(f), Some(m)) => m.at(f as usize * self.frame),
-            _ => self.host_address(expert),
-        };
+        let address = self.record_address(expert);
         let down = address + self.down_offset();
         let n = self.total();
         if let Some(a) = &mut self.addresses {
@@ -408,7 +515,7 @@ impl Tiers {
         if moves && self.moving.is_empty() && !wanted.is_empty() && self.copies.is_some() {
             wanted.sort_unstable();
             wanted.dedup();
-            wanted.retain(|e| self.frame_of[*e].is_none());
+            wanted.retain(|e| self.frame_of[*e].is_none() && self.host_address(*e) != 0);
             wanted.sort_by(|a, b| self.worth(*b).total_cmp(&self.worth(*a)));
             let most = if wanted.len() > 2 * CATCH_UP { CATCH_UP } else { PROMOTIONS };
             for e in wanted.into_iter().take(most) {
@@ -491,15 +598,26 @@ impl Tiers {
             copies.wait(&ring.used[i % 2]).map_err(fault)?;
         }
         let mut streamed = 0;
+        let mut moves = Vec::new();
         let home = frames.ptr()..frames.ptr() + frames.len() as u64;
         for e in bank.experts.clone() {
             let at = &ring.addresses.as_slice()[8 * e..8 * e + 8];
             let to = at.first_chunk().map_or(0, |b| u64::from_le_bytes(*b));
             let from = self.host_address(e);
             if to != from && !home.contains(&to) {
-                copies.copy(to, from, self.record).map_err(fault)?;
                 streamed += 1;
+                if from == 0 {
+                    moves.push((e, to));
+                    continue;
+                }
+                copies.copy(to, from, self.record).map_err(fault)?;
             }
+        }
+        if let Some(disk) = &mut self.disk {
+            let before = disk.counts;
+            disk.land(copies, &moves)?;
+            self.counts.disk_reads += disk.counts.reads - before.reads;
+            self.counts.disk_waited += disk.counts.waited - before.waited;
         }
         copies.record(&ring.copied[i % 2]).map_err(fault)?;
         self.counts.streamed += streamed;
