@@ -108,11 +108,16 @@ fn read_records(
 struct Slots {
     slot_of: Vec<Option<u32>>,
     owner: Vec<Option<u32>>,
+    /// Slots of the least worthy when it was last looked, worthiest first: looking at all for every read would cost as much as it.
+    victims: Vec<usize>,
 }
+
+/// Slots looked out at a time.
+const VICTIMS: usize = 256;
 
 impl Slots {
     fn new(experts: usize, slots: usize) -> Self {
-        Slots { slot_of: vec![None; experts], owner: vec![None; slots] }
+        Slots { slot_of: vec![None; experts], owner: vec![None; slots], victims: Vec::new() }
     }
 
     /// Gives slots to those of `wanted` that have none, rising and distinct, at the cost of the least worthy that are neither wanted
@@ -123,33 +128,42 @@ impl Slots {
         worth: impl Fn(usize) -> f32,
         held: impl Fn(usize) -> bool,
     ) -> Vec<(usize, usize)> {
-        let missing: Vec<usize> = wanted.iter().copied().filter(|e| self.slot_of[*e].is_none()).collect();
-        if missing.is_empty() {
-            return Vec::new();
-        }
         let free = |owner: &Option<u32>| {
             owner.is_none_or(|o| wanted.binary_search(&(o as usize)).is_err() && !held(o as usize))
         };
-        let mut order: Vec<(f32, usize)> = self
-            .owner
-            .iter()
-            .enumerate()
-            .filter(|(_, o)| free(o))
-            .map(|(s, o)| (o.map_or(-1.0, |e| worth(e as usize)), s))
-            .collect();
-        let n = missing.len().min(order.len());
-        if n > 0 && n < order.len() {
-            order.select_nth_unstable_by(n - 1, |a, b| a.0.total_cmp(&b.0));
-        }
-        let mut out = Vec::with_capacity(n);
-        for (e, (_, s)) in missing.into_iter().zip(order) {
-            if let Some(old) = self.owner[s].replace(e as u32) {
+        let mut out = Vec::new();
+        for e in wanted {
+            if self.slot_of[*e].is_some() {
+                continue;
+            }
+            let Some(s) = self.victim(&worth, free) else { break };
+            if let Some(old) = self.owner[s].replace(*e as u32) {
                 self.slot_of[old as usize] = None;
             }
-            self.slot_of[e] = Some(s as u32);
-            out.push((e, s));
+            self.slot_of[*e] = Some(s as u32);
+            out.push((*e, s));
         }
         out
+    }
+
+    fn victim(&mut self, worth: impl Fn(usize) -> f32, free: impl Fn(&Option<u32>) -> bool) -> Option<usize> {
+        while let Some(s) = self.victims.pop() {
+            if free(&self.owner[s]) {
+                return Some(s);
+            }
+        }
+        let owners = self.owner.iter().enumerate().filter(|(_, o)| free(o));
+        let mut all: Vec<(f32, usize)> =
+            owners.map(|(s, o)| (o.map_or(-1.0, |e| worth(e as usize)), s)).collect();
+        let keep = all.len().min(VICTIMS);
+        if keep == 0 {
+            return None;
+        }
+        all.select_nth_unstable_by(keep - 1, |a, b| a.0.total_cmp(&b.0));
+        all.truncate(keep);
+        all.sort_by(|a, b| b.0.total_cmp(&a.0));
+        self.victims = all.into_iter().map(|(_, s)| s).collect();
+        self.victims.pop()
     }
 
     /// An expert's slot holds nothing.
