@@ -237,7 +237,11 @@ impl Tiers {
         // Host memory that does not hold what device memory leaves: the rest stays on disk. A layer of a prompt then goes through
         // the ring whole.
         let from_disk = self.ram > 0 && (n - frames) * self.record > self.ram;
-        let ring = if from_disk { most } else { ring.min(most) };
+        let (frames, ring) = match (from_disk, self.placement) {
+            (true, Placement::Auto) => (room.saturating_sub(2 * most).min(frames), most),
+            (true, _) => (frames, most),
+            _ => (frames, ring.min(most)),
+        };
         self.frame_of = vec![None; n];
         self.owner = vec![None; frames];
         self.score = vec![0.0; n];
