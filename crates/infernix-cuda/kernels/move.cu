@@ -64,3 +64,12 @@ extern "C" __global__ void __launch_bounds__(256) embed_table(const int* __restr
     y[(size_t)r * n + i] = f2bf(divide ? __fdiv_rn(v, tscale) : v * tscale);
   }
 }
+
+// y[r][i] = x[r][columns[i]] of n columns. grid (ceil(n/256), rows).
+extern "C" __global__ void __launch_bounds__(256) gather_columns(const u16* __restrict__ x, const int* __restrict__ columns, u16* __restrict__ y, int n,
+                                                                 int x_pitch) {
+  pdl_launch();
+  pdl_wait();
+  const int i = blockIdx.x * 256 + threadIdx.x, r = blockIdx.y;
+  if (i < n) y[(size_t)r * n + i] = x[(size_t)r * x_pitch + columns[i]];
+}

@@ -10,6 +10,7 @@ pub struct Moves {
     wide: Kernel,
     narrow: Kernel,
     embed: Kernel,
+    gather: Kernel,
 }
 
 /// Rows to copy: all sizes in bytes, even.
@@ -38,6 +39,7 @@ impl Moves {
             wide: dev.kernel("copy_rows_16", 0)?,
             narrow: dev.kernel("copy_rows_2", 0)?,
             embed: dev.kernel("embed_table", 0)?,
+            gather: dev.kernel("gather_columns", 0)?,
         })
     }
 
@@ -54,6 +56,28 @@ impl Moves {
                 .ptr(c.to + (first * c.to_pitch) as u64)
                 .ints(&[n, c.from_pitch / unit, c.to_pitch / unit, c.copies, n]);
             s.launch(kernel, [n.div_ceil(256) as u32, rows as u32, 1], 256, pdl, &args)?;
+        }
+        Ok(())
+    }
+
+    /// Columns `columns` (I32 `[n]`) of `x` BF16 `[rows][x_pitch]` to `y` `[rows][n]`.
+    #[expect(clippy::too_many_arguments, reason = "two matrices and which columns")]
+    pub fn gather(
+        &self,
+        s: &Stream,
+        x: u64,
+        x_pitch: usize,
+        columns: u64,
+        n: usize,
+        rows: usize,
+        y: u64,
+        pdl: bool,
+    ) -> Result<()> {
+        for first in (0..rows).step_by(65_535) {
+            let count = (rows - first).min(65_535);
+            let args = Args::new().ptr(x + (2 * first * x_pitch) as u64).ptr(columns);
+            let args = args.ptr(y + (2 * first * n) as u64).ints(&[n, x_pitch]);
+            s.launch(&self.gather, [n.div_ceil(256) as u32, count as u32, 1], 256, pdl, &args)?;
         }
         Ok(())
     }

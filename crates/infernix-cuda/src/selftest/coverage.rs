@@ -24,7 +24,6 @@ const KERNELS: &[(&str, &[&str])] = &[
             "add",
             "embed",
             "combine",
-            "inject",
         ],
     ),
     (
@@ -33,6 +32,8 @@ const KERNELS: &[(&str, &[&str])] = &[
             "copy_rows_16",
             "copy_rows_2",
             "embed_table",
+            "gather_columns",
+            "inject",
             "silu_over",
             "twice_sigmoid_over",
             "mix_streams",

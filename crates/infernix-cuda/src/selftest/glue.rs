@@ -10,7 +10,7 @@ use crate::kernels::linear::WeightFormat;
 use crate::kernels::mix::MixOps;
 use crate::kernels::moves::{Moves, RowCopy};
 use crate::kernels::ple::{PleOps, PleState};
-use crate::kernels::rows::Lanes;
+use crate::kernels::rows::{Lanes, RowOps};
 use crate::kernels::select::IndexPages;
 use crate::kernels::zipf::ZipfRoute;
 use crate::oracle::num::{bf16, bf16_half_ulp, f32_to_bf16, sigmoid, silu};
@@ -36,6 +36,8 @@ fn unequal<T: PartialEq>(a: &[T], b: &[T]) -> f64 {
 
 pub(super) fn run(run: &mut Run) -> Result<()> {
     moves(run)?;
+    columns(run)?;
+    injection(run)?;
     mixer(run)?;
     ngram(run)?;
     index(run)?;
@@ -80,14 +82,49 @@ fn moves(run: &mut Run) -> Result<()> {
         let (di, y) = (dev.upload(&ids)?, dev.alloc(ids.len() * k * 2)?);
         ops.embed(&run.stream, &table, di.ptr(), ids.len(), y.ptr(), false)?;
         run.stream.synchronize()?;
-        let want: Vec<f64> = ids
-            .iter()
-            .flat_map(|i| {
-                let factor = words.factor(*i as usize);
-                words.row(*i as usize).into_iter().take(k).map(move |v| v * factor).collect::<Vec<_>>()
+        let want: Vec<f64> =
+            ids.iter().flat_map(|i| words.row(*i as usize).into_iter().take(k).collect::<Vec<_>>()).collect();
+        run.check("embed_table", format!("{f:?}"), share(&y.read(0, want.len())?, &want, 1e-30), false);
+    }
+    Ok(())
+}
+
+fn columns(run: &mut Run) -> Result<()> {
+    let (dev, ops) = (run.dev.clone(), Moves::new(&run.dev)?);
+    for (n, rows, pad) in [(6144usize, 5usize, 0usize), (512, 300, 8), (130, 1, 2)] {
+        let x = run.rng.bf16(rows * (n + pad), 1.0);
+        let mut order: Vec<i32> = (0..n as i32).collect();
+        (1..n).for_each(|i| order.swap(i, run.rng.below(i + 1)));
+        let (dx, dc, y) = (dev.upload(&x)?, dev.upload(&order)?, dev.alloc(rows * n * 2)?);
+        ops.gather(&run.stream, dx.ptr(), n + pad, dc.ptr(), n, rows, y.ptr(), false)?;
+        run.stream.synchronize()?;
+        let want: Vec<u16> = x.chunks(n + pad).flat_map(|r| order.iter().map(|c| r[*c as usize])).collect();
+        run.check(
+            "gather_columns",
+            format!("{rows} rows of {n}"),
+            unequal(&y.read(0, want.len())?, &want),
+            true,
+        );
+    }
+    Ok(())
+}
+
+/// The injection by itself, as prompts of geometries without the fused mixer run it.
+fn injection(run: &mut Run) -> Result<()> {
+    let (dev, ops) = (run.dev.clone(), RowOps::new(&run.dev)?);
+    for (n, rows) in [(2560usize, 3usize), (256, 17), (33, 1)] {
+        let (y, r) = (run.rng.bf16(rows * n, 2.0), run.rng.bf16(rows * 4 * n, 2.0));
+        let b = run.rng.f32(rows * 4, 1.0);
+        let (dy, db, dr) = (dev.upload(&y)?, dev.upload(&b)?, dev.upload(&r)?);
+        ops.inject(&run.stream, dy.ptr(), db.ptr(), dr.ptr(), n, rows, false)?;
+        run.stream.synchronize()?;
+        let want: Vec<u16> = (0..rows * 4 * n)
+            .map(|at| {
+                let (t, s, i) = (at / (4 * n), at / n % 4, at % n);
+                f32_to_bf16(b[4 * t + s].mul_add(bf16(y[t * n + i]), bf16(r[at])))
             })
             .collect();
-        run.check("embed_table", format!("{f:?}"), share(&y.read(0, want.len())?, &want, 1e-30), false);
+        run.check("inject", format!("{rows} rows of {n}"), unequal(&dr.read(0, want.len())?, &want), true);
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::CudaExperts;
 use super::state::{CudaSnapshot, DeviceState};
 use super::vram::{CudaBuf, fault};
-use super::weights::CudaWeight;
+use super::weights::{CudaWeight, put};
 use crate::backend::*;
 use crate::error::EngineError;
 use crate::ngram::NgramTicket;
@@ -26,6 +26,17 @@ impl Backend for Cuda {
 
     fn weight(&mut self, spec: &WeightSpec, data: WeightData) -> Result<CudaWeight, EngineError> {
         CudaWeight::new(&self.vram, spec, &data)
+    }
+
+    fn gathered(
+        &mut self,
+        spec: &WeightSpec,
+        data: WeightData,
+        columns: Vec<u32>,
+    ) -> Result<CudaWeight, EngineError> {
+        let mut weight = CudaWeight::new(&self.vram, spec, &data)?;
+        weight.columns = Some(put(&self.vram, &columns)?);
+        Ok(weight)
     }
 
     fn experts_weight(&mut self, spec: &ExpertSpec, data: ExpertData) -> Result<CudaExperts, EngineError> {

@@ -372,6 +372,17 @@ impl Cuda {
         y_pitch: usize,
         out: Out,
     ) -> Result<(), EngineError> {
+        let mut gathered = None;
+        let (x, x_pitch) = match &w.columns {
+            None => (x, x_pitch),
+            Some(columns) => {
+                let own = self.fresh(cols, w.k, false)?;
+                let pdl = self.pdl();
+                let (s, moves) = (&self.stream, &self.plans.moves);
+                moves.gather(s, x, x_pitch, columns.ptr(), w.k, cols, own.ptr, pdl).map_err(fault)?;
+                (gathered.insert(own).ptr, w.k)
+            }
+        };
         if !w.blocks.is_empty() {
             return self.block_product(w, x, x_pitch, cols, y, y_pitch, out);
         }

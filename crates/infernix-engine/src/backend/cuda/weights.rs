@@ -21,6 +21,8 @@ pub struct CudaWeight {
     pub(super) blocks: Vec<Blocks>,
     pub(super) n: usize,
     pub(super) k: usize,
+    /// I32 `[k]`: the activation that each stored column multiplies, where that is not its own.
+    pub(super) columns: Option<DeviceBuffer>,
     /// Plain BF16 `[n, k]` of a vector or convolution; absent if a value does not fit.
     pub(super) plain: Option<DeviceBuffer>,
     /// Plain FP32 of a vector.
@@ -50,8 +52,16 @@ impl CudaWeight {
         }
         let k = data.parts.first().map_or(1, |p| p.shape.last().copied().unwrap_or(1)) as usize;
         let vector = data.shape.len() < 2 || k < SHORT;
-        let mut w =
-            CudaWeight { parts: Vec::new(), blocks: Vec::new(), n: 0, k, plain: None, wide: None, name };
+        let mut w = CudaWeight {
+            parts: Vec::new(),
+            blocks: Vec::new(),
+            n: 0,
+            k,
+            columns: None,
+            plain: None,
+            wide: None,
+            name,
+        };
         if vector {
             let mut values = Vec::new();
             for p in &data.parts {
