@@ -8,8 +8,10 @@ pub(crate) use serve::{LoopGuard, ServeArgs};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
+mod export;
 mod load;
 
+pub(crate) use export::{ExportArgs, ExportTo};
 pub(crate) use load::{
     BenchContextArgs, BenchMode, BenchServeArgs, DatasetKind, FetchArgs, Ramp, RecordArgs, ReplayArgs,
     ReplayMode, Route, ServerArgs, TextsArg,
@@ -53,6 +55,8 @@ pub(crate) enum Command {
     Convert(ConvertArgs),
     /// Prove that an artifact holds what its checkpoint holds
     Verify(VerifyArgs),
+    /// Write an artifact back as a safetensors checkpoint or a GGUF model, without changing a word
+    Export(ExportArgs),
     /// Show what is in an artifact, a part, a volume or a checkpoint folder
     Inspect(InspectArgs),
     /// Rewrite damaged objects of an artifact from its checkpoint

@@ -5,6 +5,7 @@ mod clients;
 mod copy_ratio;
 mod corpus;
 mod generate;
+mod outside;
 mod synth;
 
 const USAGE: &str = "\
@@ -12,6 +13,8 @@ usage: cargo xtask synth OUT [OPTIONS]        writes a synthetic checkpoint (`sy
        cargo xtask gen [--check]              writes docs/cli.md and docs/recipe-list.md, or says if they differ
        cargo xtask copy-ratio PROGRAM CHECKPOINT SCRATCH   compares a conversion with a copy (`copy-ratio --help`)
        cargo xtask clients [--short]          drives real clients against the server (`clients --help`)
+       cargo xtask fuzz [--short] [TARGET...] drives the parsers with hostile bytes (`fuzz --help`)
+       cargo xtask oracles [--short]          compares with other readers of GGUF (`oracles --help`)
        cargo xtask corpus NAME                freezes a snapshot of the repository for replays";
 
 fn main() -> std::process::ExitCode {
@@ -21,6 +24,8 @@ fn main() -> std::process::ExitCode {
         Some("gen") => generate::run(&args[1..]),
         Some("copy-ratio") => copy_ratio::run(&args[1..]),
         Some("clients") => clients::run(&args[1..]),
+        Some("fuzz") => outside::fuzz(&args[1..]),
+        Some("oracles") => outside::oracles(&args[1..]),
         Some("corpus") => corpus::run(&args[1..]),
         Some("--help" | "-h") => {
             println!("{USAGE}");

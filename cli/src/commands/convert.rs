@@ -225,7 +225,7 @@ fn from_cache(recipe: &Recipe, revision: Option<&str>) -> anyhow::Result<Vec<Sou
     Ok(found)
 }
 
-fn components(names: &[String]) -> anyhow::Result<Option<Vec<Component>>> {
+pub(crate) fn components(names: &[String]) -> anyhow::Result<Option<Vec<Component>>> {
     if names.is_empty() {
         return Ok(None);
     }

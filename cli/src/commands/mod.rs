@@ -8,6 +8,7 @@ mod convert;
 mod demo;
 mod doctor;
 mod engine;
+mod export;
 mod fetch;
 mod files;
 mod generate;
@@ -31,6 +32,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
         Command::Fetch(args) => fetch::run(&args, progress),
         Command::Convert(args) => convert::run(&args, progress),
         Command::Verify(args) => verify::run(&args, progress),
+        Command::Export(args) => export::run(&args, progress),
         Command::Inspect(args) => inspect::run(&args),
         Command::Repair(args) => verify::repair(&args, progress),
         Command::Rename(args) => files::rename(&args),

@@ -28,6 +28,7 @@ pub mod repair;
 mod state;
 pub mod sums;
 pub mod verify;
+mod work;
 mod writer;
 
 pub use directory::{
@@ -43,6 +44,7 @@ pub use parse::parse_directory;
 pub use publish::{Publication, PublishOptions, PublishedFile, Report, Summary};
 pub use reader::{Artifact, Mapping, ObjectBytes, OpenOptions, Segment};
 pub use state::{JournalKey, SOURCE_DIGESTS, clean, discard_unused, state_folder};
+pub use work::{WorkFile, Workplace};
 pub use writer::{Resume, Start, Writer, WriterOptions};
 
 /// Result with this crate's error.

@@ -492,6 +492,16 @@ impl Checkpoint {
         self.number(t).and_then(|n| self.digests.get(n))
     }
 
+    /// Hashes bytes `range` of a tensor that an earlier run read and that are known without reading the file again, see
+    /// [`Checkpoint::digest`].
+    pub fn note_bytes(&self, t: &TensorInfo, range: Range<u64>, bytes: &[u8]) {
+        if self.recording.load(Ordering::Relaxed)
+            && let Some(number) = self.number(t)
+        {
+            self.digests.note(number, t.bytes, &range, bytes);
+        }
+    }
+
     /// Takes a digest from an earlier run over the same files.
     pub fn restore_digest(&self, name: &str, digest: [u8; 32]) {
         if let Some(number) = self.get(name).and_then(|t| self.number(t)) {

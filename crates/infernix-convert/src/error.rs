@@ -85,6 +85,9 @@ pub enum ConvertError {
     /// The artifact and the checkpoint do not belong together, or the artifact is not of the expected form.
     #[error("{}: {reason}", path.display())]
     Verify { path: PathBuf, reason: String },
+    /// An artifact, or a part of it, that the target of an export cannot hold.
+    #[error("{}: {reason}", path.display())]
+    Export { path: PathBuf, reason: String },
     /// Stopped by the user; state is kept.
     #[error("interrupted; finished work is kept, continue with --resume")]
     Interrupted,

@@ -180,7 +180,11 @@ pub fn convert(plan: &Plan, progress: &dyn Progress, run: &RunOptions) -> Result
         Start::Complete(artifact) => return complete(plan, &artifact, started),
     };
     let volume = match &plan.ngram {
-        Some(ngram) if reuse.is_none() => Some(writer.volume(&ngram.path, spec(ngram, plan)?)?),
+        Some(ngram) if reuse.is_none() => {
+            let spec = spec(ngram, plan)?;
+            let rows = TableReader::new(ngram, &plan.sources)?;
+            Some(writer.volume_observed(&ngram.path, spec, &mut |first, bytes| rows.note(first, bytes))?)
+        }
         _ => None,
     };
     let volume_resumed = volume.as_ref().map_or(0, VolumeWriter::resumed_bytes);

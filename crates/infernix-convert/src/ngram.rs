@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use infernix_artifact::Interrupt;
 use infernix_checkpoint::{Dtype, Scheme, SourceTensor};
-use infernix_formats::ggml::{self, GgmlType};
+use infernix_formats::ggml;
 use infernix_formats::scalar::{bf16_to_f32, e4m3_is_finite, e4m3_is_scale, e4m3_to_f32};
 use infernix_formats::{amax, fp8};
 use infernix_model::{ModelConfig, Parameter, Source};
@@ -26,7 +26,7 @@ fn row_format(scheme: Scheme) -> Option<RowFormat> {
         Scheme::Plain(Dtype::Bf16) => Some(RowFormat::Bf16),
         Scheme::Nvfp4Multiplier { .. } => Some(RowFormat::Nvfp4Mul),
         Scheme::Nvfp4Divisor { .. } => Some(RowFormat::Nvfp4),
-        Scheme::Ggml(GgmlType::Iq4Nl) => Some(RowFormat::GgmlIq4Nl),
+        Scheme::Ggml(t) => Some(RowFormat::Ggml(t)),
         _ => None,
     }
 }
@@ -222,7 +222,7 @@ impl NgramPlan {
                 RowFormat::Bf16 => None,
                 RowFormat::Fp8E4m3fn => weight.tensor_scale()?,
                 RowFormat::Nvfp4Mul | RowFormat::Nvfp4 => weight.global_scale()?,
-                RowFormat::GgmlIq4Nl => None,
+                RowFormat::Ggml(_) => None,
             };
             out.extend(scale);
         }
@@ -299,7 +299,7 @@ pub(crate) fn plan_table(
     let scheme = found[0].1.scheme();
     let format = row_format(scheme).ok_or_else(|| {
         fail(format!(
-            "{} is stored as {scheme}; a volume holds FP8 per tensor, BF16, NVFP4 or IQ4_NL rows; name another table with --source table=PATH",
+            "{} is stored as {scheme}; a volume holds rows in FP8 per tensor, BF16, NVFP4 or GGML blocks; name another table with --source table=PATH",
             found[0].1.name()
         ))
     })?;
@@ -427,6 +427,40 @@ impl<'s> TableReader<'s> {
         Ok(())
     }
 
+    /// Hands the source digests what an interrupted run has written: rows on disk from `first` on are the source's words,
+    /// so that the parts they come from count as read whole without reading them again.
+    pub(crate) fn note(&self, first: u64, stored: &[u8]) {
+        let row = row_bytes(self.format, self.width).max(1) as usize;
+        let rows = first..first + (stored.len() / row) as u64;
+        let part = self.parts.partition_point(|(first, ..)| *first <= rows.start).saturating_sub(1);
+        for (begin, weight, scale) in &self.parts[part.min(self.parts.len())..] {
+            if *begin >= rows.end {
+                break;
+            }
+            let (a, b) = (rows.start.max(*begin), rows.end.min(begin + weight.rows()));
+            // Encoded rows are other words; their source was read through for its scale.
+            if a >= b || scale.is_some() {
+                continue;
+            }
+            let bytes = &stored[(a - rows.start) as usize * row..(b - rows.start) as usize * row];
+            let (a, b) = (a - begin, b - begin);
+            let planes = weight.planes();
+            let half = match (self.format, planes.scale) {
+                (RowFormat::Nvfp4 | RowFormat::Nvfp4Mul, Some(_)) => (self.width / 2) as usize,
+                _ => row,
+            };
+            let plane = |t, from: usize, to: usize| {
+                let width = (to - from) as u64;
+                let words: Vec<u8> = bytes.chunks_exact(row).flat_map(|r| &r[from..to]).copied().collect();
+                weight.checkpoint().note_bytes(t, a * width..b * width, &words);
+            };
+            plane(planes.weight, 0, half);
+            if let (true, Some(scales)) = (half < row, planes.scale) {
+                plane(scales, half, row);
+            }
+        }
+    }
+
     /// Adds the differences between stored FP8 rows and the exact values that they were made from.
     pub(crate) fn errors(
         &self,
@@ -482,7 +516,7 @@ impl<'s> TableReader<'s> {
             ),
         };
         match self.format {
-            RowFormat::Fp8E4m3fn | RowFormat::Bf16 | RowFormat::GgmlIq4Nl => {
+            RowFormat::Fp8E4m3fn | RowFormat::Bf16 | RowFormat::Ggml(_) => {
                 let per = row_bytes(self.format, self.width);
                 checkpoint.read(codes, rows.start * per..rows.end * per, out)?;
                 if self.format == RowFormat::Fp8E4m3fn
@@ -491,13 +525,11 @@ impl<'s> TableReader<'s> {
                     let at_row = rows.start + at as u64 / self.width;
                     return Err(illegal(at_row, at as u64 % self.width, "code", u32::from(out[at])));
                 }
-                if self.format == RowFormat::GgmlIq4Nl {
-                    ggml::validate(GgmlType::Iq4Nl, out, self.width, rows.start).map_err(|source| {
-                        ConvertError::Word {
-                            file: checkpoint.shard_of(codes).name.clone(),
-                            tensor: codes.name.to_string(),
-                            source: Box::new(source),
-                        }
+                if let RowFormat::Ggml(t) = self.format {
+                    ggml::validate(t, out, self.width, rows.start).map_err(|source| ConvertError::Word {
+                        file: checkpoint.shard_of(codes).name.clone(),
+                        tensor: codes.name.to_string(),
+                        source: Box::new(source),
                     })?;
                 }
             }

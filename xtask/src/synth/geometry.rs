@@ -19,9 +19,9 @@ const D: u64 = 1152;
 const F: u64 = 4304;
 
 /// Root mean square of a uniform E2M1 code times a scale of `Fill::Scales8`.
-const RMS_NVFP4: f32 = 3.39;
+pub(super) const RMS_NVFP4: f32 = 3.39;
 /// Root mean square of a uniform finite E4M3 code.
-const RMS_E4M3: f32 = 107.2;
+pub(super) const RMS_E4M3: f32 = 107.2;
 
 /// A tensor to be written.
 pub(crate) struct Tensor {
@@ -45,8 +45,18 @@ impl Tensor {
     }
 }
 
+/// Which release is imitated.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Family {
+    /// nvidia/Qwen3.8-Flash-Next-NVFP4.
+    Flash,
+    /// Qwen3.5-122B-A10B in NVFP4, or a toy of it.
+    Moe { small: bool },
+}
+
 /// What varies.
 pub(crate) struct Geometry {
+    pub(crate) family: Family,
     pub(crate) layers: u64,
     pub(crate) experts: u64,
     pub(crate) vocab: u64,
@@ -57,19 +67,19 @@ pub(crate) struct Geometry {
 }
 
 #[derive(Default)]
-struct List {
-    tensors: Vec<Tensor>,
+pub(super) struct List {
+    pub(super) tensors: Vec<Tensor>,
     side: bool,
 }
 
 impl List {
-    fn add(&mut self, name: String, dtype: &'static str, shape: &[u64], fill: Fill) {
+    pub(super) fn add(&mut self, name: String, dtype: &'static str, shape: &[u64], fill: Fill) {
         self.tensors.push(Tensor { name, dtype, shape: shape.to_vec(), fill, side: self.side });
     }
 
     /// A BF16 tensor. Linear weights keep the root mean square of their input; vectors are small, which is a
     /// factor near 1 for a zero-centred norm.
-    fn bf16(&mut self, name: String, shape: &[u64]) {
+    pub(super) fn bf16(&mut self, name: String, shape: &[u64]) {
         let bound = match *shape {
             [_] => 0.1,
             [.., k] => (3.0 / k as f32).sqrt(),
@@ -190,6 +200,9 @@ impl Geometry {
     /// Every tensor, in the order of the files.
     pub(crate) fn tensors(&self) -> Vec<Tensor> {
         const T: &str = "model.language_model.";
+        if let Family::Moe { small } = self.family {
+            return super::moe::tensors(self, small);
+        }
         let mut list = List::default();
         list.bf16(format!("{T}embed_tokens.weight"), &[self.vocab, H]);
         list.bf16("lm_head.weight".to_owned(), &[self.vocab, H]);
@@ -265,6 +278,9 @@ impl Geometry {
 
     /// `config.json`.
     pub(crate) fn config(&self) -> Value {
+        if let Family::Moe { small } = self.family {
+            return super::moe::config(self, small);
+        }
         let t = &self.tokens;
         let mut text = json!({
             "model_type": "qwen4_exp_text", "vocab_size": self.vocab, "hidden_size": H, "num_hidden_layers": self.layers,
@@ -317,6 +333,9 @@ impl Geometry {
 
     /// `hf_quant_config.json`.
     pub(crate) fn quant_config(&self) -> Value {
+        if self.family != Family::Flash {
+            return json!({"producer": {"name": "xtask synth"}, "quantization": super::moe::quantization(self)});
+        }
         json!({"producer": {"name": "xtask synth"}, "quantization": {"quant_algo": "MIXED_PRECISION", "group_size": 16,
             "kv_cache_quant_algo": null, "exclude_modules": ["lm_head", "model.language_model.embed_tokens", "model.visual*"],
             "quantized_layers": self.quantized_layers()}})

@@ -1,14 +1,15 @@
-//! `synth`: a checkpoint in the layout of the Flash-Next ModelOpt-NVFP4 release, of its real geometry but as
-//! deep as wanted, filled with deterministic words. What it holds means nothing; every word is legal.
+//! `synth`: a checkpoint in the layout of the Flash-Next ModelOpt-NVFP4 release, or of the 122B mixture's, of its real
+//! geometry but as deep as wanted, filled with deterministic words. What it holds means nothing; every word is legal.
 
 mod fill;
 mod geometry;
+mod moe;
 mod ngram;
 mod write;
 
 use std::path::{Path, PathBuf};
 
-pub(crate) use geometry::{Geometry, Tensor};
+pub(crate) use geometry::{Family, Geometry, Tensor};
 
 const HELP: &str = "\
 usage: cargo xtask synth OUT [OPTIONS]
@@ -16,8 +17,9 @@ usage: cargo xtask synth OUT [OPTIONS]
 Writes a synthetic ModelOpt-NVFP4 Flash-Next checkpoint of the real geometry into the new folder OUT.
 The same options give the same bytes. Defaults write about 3.3 GB.
 
-  --layers N        decoder layers, at least 2 (default 2; the release has 48)
-  --experts N       routed experts per layer, at least 10 (default 512)
+  --model NAME      flash (default), 122b (Qwen3.5-122B-A10B: NVFP4 experts, FP8 projections) or 122b-small (a toy of it)
+  --layers N        decoder layers, at least 2 (default 2; the releases have 48)
+  --experts N       routed experts per layer, at least 10 (default 512; 122b: 256, 122b-small: 16)
   --vocab N         vocabulary rows (default: that of the tokenizer's own config; the release has 248320)
   --ngram-base N    smallest prime of the n-gram table (default 20000, 51 MB; the release has 20000000, 51 GB)
   --mtp             the drafter, 512 block-FP8 experts, 2.6 GB more
@@ -65,7 +67,8 @@ fn parse(args: &[String]) -> Result<Options, Failure> {
     let usage = |text: String| Failure::Usage(format!("{text}\n\n{HELP}"));
     let mut out = None;
     let mut tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/flash-demo-nvfp4");
-    let (mut layers, mut experts, mut vocab, mut base) = (2u64, 512u64, None, 20_000u64);
+    let (mut layers, mut experts, mut vocab, mut base) = (2u64, None, None, 20_000u64);
+    let mut family = Family::Flash;
     let (mut shard_bytes, mut seed) = (2_000_000_000u64, 1u64);
     let (mut mtp, mut vision, mut headers_only) = (false, false, false);
     let mut rest = args.iter();
@@ -76,7 +79,15 @@ fn parse(args: &[String]) -> Result<Options, Failure> {
         };
         match arg.as_str() {
             "--layers" => layers = number(value()?)?,
-            "--experts" => experts = number(value()?)?,
+            "--experts" => experts = Some(number(value()?)?),
+            "--model" => {
+                family = match value()?.as_str() {
+                    "flash" => Family::Flash,
+                    "122b" => Family::Moe { small: false },
+                    "122b-small" => Family::Moe { small: true },
+                    other => return Err(usage(format!("--model: there is no {other:?}"))),
+                }
+            }
             "--vocab" => vocab = Some(number(value()?)?),
             "--ngram-base" => base = number(value()?)?,
             "--shard-bytes" => shard_bytes = number(value()?)?,
@@ -93,6 +104,19 @@ fn parse(args: &[String]) -> Result<Options, Failure> {
     let out = out.ok_or_else(|| usage("OUT is missing".to_owned()))?;
     let tokens = Tokens::read(&tokenizer)?;
     let vocab = vocab.unwrap_or(tokens.vocab);
+    let experts = experts.unwrap_or(match family {
+        Family::Flash => 512,
+        Family::Moe { small } => {
+            if small {
+                16
+            } else {
+                256
+            }
+        }
+    });
+    if family != Family::Flash && vision {
+        return Err(usage("--vision: the mixture is written without its tower".to_owned()));
+    }
     // The table is in layer 1; ten experts are picked per token.
     for (name, value, least, most) in [
         ("--layers", layers, 2, 1_000),
@@ -105,7 +129,7 @@ fn parse(args: &[String]) -> Result<Options, Failure> {
             return Err(usage(format!("{name} must be {least} to {most}, found {value}")));
         }
     }
-    let geometry = Geometry { layers, experts, vocab, base, mtp, vision, tokens };
+    let geometry = Geometry { family, layers, experts, vocab, base, mtp, vision, tokens };
     Ok(Options { out, tokenizer, shard_bytes, seed, headers_only, geometry })
 }
 

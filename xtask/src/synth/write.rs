@@ -94,7 +94,10 @@ fn split(tensors: &[Tensor], limit: u64) -> Vec<(String, Vec<&Tensor>)> {
     let count = shards.len();
     let name = |i: usize| format!("model-{:05}-of-{count:05}.safetensors", i + 1);
     let mut files: Vec<_> = shards.into_iter().enumerate().map(|(i, t)| (name(i), t)).collect();
-    files.push((SIDE_FILE.to_owned(), tensors.iter().filter(|t| t.side).collect()));
+    let side: Vec<&Tensor> = tensors.iter().filter(|t| t.side).collect();
+    if !side.is_empty() {
+        files.push((SIDE_FILE.to_owned(), side));
+    }
     files
 }
 

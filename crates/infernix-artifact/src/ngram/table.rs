@@ -1,5 +1,7 @@
 //! The artifact's side of a volume: `ngram_table` in the text component's config, and the known row formats.
 
+use infernix_formats::Format;
+use infernix_formats::ggml::GgmlType;
 use serde_json::{Map, Value, json};
 
 use super::header::{BLOCK_BYTES, Geometry};
@@ -16,13 +18,13 @@ pub enum RowFormat {
     Nvfp4Mul,
     /// As above; the table's scale divides.
     Nvfp4,
-    /// GGML IQ4_NL blocks of 32 values in 18 bytes.
-    GgmlIq4Nl,
+    /// GGML blocks of a type.
+    Ggml(GgmlType),
 }
 
 impl RowFormat {
-    /// All of them.
-    pub const ALL: [Self; 5] = [Self::Fp8E4m3fn, Self::Bf16, Self::Nvfp4Mul, Self::Nvfp4, Self::GgmlIq4Nl];
+    /// Those with a fixed name; formats of GGML blocks are beside them.
+    pub const ALL: [Self; 4] = [Self::Fp8E4m3fn, Self::Bf16, Self::Nvfp4Mul, Self::Nvfp4];
 
     /// Name in headers and configs.
     pub fn name(self) -> &'static str {
@@ -31,13 +33,16 @@ impl RowFormat {
             Self::Bf16 => "bf16",
             Self::Nvfp4Mul => "nvfp4_mul",
             Self::Nvfp4 => "nvfp4",
-            Self::GgmlIq4Nl => "ggml_iq4_nl",
+            Self::Ggml(t) => Format::Ggml(t).name(),
         }
     }
 
     /// The format of that name.
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|format| format.name() == name)
+        Self::ALL.into_iter().find(|format| format.name() == name).or_else(|| match name.parse() {
+            Ok(Format::Ggml(t)) => Some(Self::Ggml(t)),
+            _ => None,
+        })
     }
 
     /// Bytes of a row of `width` values; `None` where the width is no multiple of the format's block.
@@ -47,7 +52,10 @@ impl RowFormat {
             Self::Fp8E4m3fn => Some(width),
             Self::Bf16 => width.checked_mul(2),
             Self::Nvfp4Mul | Self::Nvfp4 => blocks(16)?.checked_mul(9),
-            Self::GgmlIq4Nl => blocks(32)?.checked_mul(18),
+            Self::Ggml(t) => {
+                let width = u64::from(width);
+                u32::try_from(t.row_bytes(width).ok()?).ok()
+            }
         }
     }
 }

@@ -56,7 +56,21 @@ impl Writer {
     /// # Errors
     /// An occupied target, another spec in the journal, too little space.
     pub fn volume(&self, target: &Path, spec: VolumeSpec) -> Result<VolumeWriter> {
-        VolumeWriter::start(target, spec, self.state.clone())
+        self.volume_observed(target, spec, &mut |_, _| {})
+    }
+
+    /// As [`Self::volume`]; `observe` sees the rows that an interrupted run wrote as they are read back: number of the
+    /// first, and their bytes without padding.
+    ///
+    /// # Errors
+    /// As [`Self::volume`].
+    pub fn volume_observed(
+        &self,
+        target: &Path,
+        spec: VolumeSpec,
+        observe: &mut dyn FnMut(u64, &[u8]),
+    ) -> Result<VolumeWriter> {
+        VolumeWriter::start(target, spec, self.state.clone(), observe)
     }
 }
 
@@ -73,10 +87,15 @@ impl VolumeWriter {
         options: &WriterOptions,
     ) -> Result<Self> {
         let (state, _) = State::open(target, key, resume, options.io())?;
-        Self::start(target, spec, state)
+        Self::start(target, spec, state, &mut |_, _| {})
     }
 
-    fn start(target: &Path, spec: VolumeSpec, state: Arc<State>) -> Result<Self> {
+    fn start(
+        target: &Path,
+        spec: VolumeSpec,
+        state: Arc<State>,
+        observe: &mut dyn FnMut(u64, &[u8]),
+    ) -> Result<Self> {
         let invalid = |reason: String| ArtifactError::Volume { path: target.to_owned(), reason };
         // Refuses names and counts that do not fit before anything is written.
         let extension = Extension {
@@ -156,11 +175,11 @@ impl VolumeWriter {
             }
             return Ok(writer);
         }
-        writer.open_file(digest)?;
+        writer.open_file(digest, observe)?;
         Ok(writer)
     }
 
-    fn open_file(&mut self, digest: Option<Digest>) -> Result<()> {
+    fn open_file(&mut self, digest: Option<Digest>, observe: &mut dyn FnMut(u64, &[u8])) -> Result<()> {
         let bytes = self.spec.geometry.file_bytes();
         if self.rows > 0 && !self.temporary.exists() {
             return Err(self.journal.damaged(format!("{} is gone", self.temporary.display())));
@@ -188,6 +207,7 @@ impl VolumeWriter {
             for block in buffer.chunks_exact(BLOCK_BYTES as usize) {
                 let rows = rpb.min(self.rows - row);
                 self.hasher.update(&block[..rows as usize * width]);
+                observe(row, &block[..rows as usize * width]);
                 row += rows;
             }
         }

@@ -9,6 +9,7 @@ mod config;
 mod cursor;
 mod header;
 pub mod names;
+mod nvfp4;
 mod quirks;
 mod split;
 mod tokenizer;
@@ -21,6 +22,7 @@ use std::path::{Path, PathBuf};
 use infernix_formats::FormatError;
 use infernix_formats::ggml::{GgmlType, decode_f32, validate};
 
+pub use tokenizer::pre_tokenizer;
 pub use value::{Array, Metadata, Value, ValueType};
 
 use crate::limits::MAX_GGUF_ARRAY_BYTES;

@@ -19,6 +19,15 @@ const SPLITS: [(&str, &str); 2] = [
     ),
 ];
 
+/// The `tokenizer.ggml.pre` whose rule a `tokenizer.json` splits text by; `None` for another rule.
+#[must_use]
+pub fn pre_tokenizer(tokenizer: &Value) -> Option<&'static str> {
+    let pre = &tokenizer["pre_tokenizer"];
+    let parts = pre["pretokenizers"].as_array().map_or(std::slice::from_ref(pre), Vec::as_slice);
+    let split = parts.iter().find_map(|p| p["pattern"]["Regex"].as_str())?;
+    SPLITS.iter().find(|(_, rule)| *rule == split).map(|s| s.0)
+}
+
 /// Types of tokens.
 const NORMAL: u64 = 1;
 const CONTROL: u64 = 3;

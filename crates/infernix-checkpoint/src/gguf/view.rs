@@ -11,6 +11,7 @@ use infernix_formats::ggml::GgmlType;
 
 use super::Gguf;
 use super::names::{HASH_CONSTANTS, Piece, TiledHeads, Values, map, vision};
+use super::nvfp4::{self, Plane};
 use crate::{CheckpointError, Dtype, Origin, TensorInfo};
 
 /// How the language model's tensors are called.
@@ -23,7 +24,7 @@ const MAX_RUNS: u64 = 1 << 20;
 const STEP_BYTES: u64 = 1 << 20;
 
 /// Rows of a source tensor that are rows of one GGUF tensor.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Part {
     piece: Piece,
     /// Number of the GGUF tensor.
@@ -61,6 +62,10 @@ enum Entry {
     Rows { parts: Vec<Part>, row_bytes: u64, derived: bool },
     /// Words that the file keeps as metadata.
     Words(Vec<u8>),
+    /// One plane of NVFP4 blocks, as a checkpoint keeps it apart, see [`super::nvfp4`].
+    Nvfp4 { part: Part, plane: Plane },
+    /// Number `index` of an FP32 tensor: a second scale, or an activation scale.
+    Scale { tensor: u32, index: u64 },
 }
 
 /// The model and what it looks like.
@@ -88,6 +93,8 @@ fn dtype(ty: GgmlType) -> Dtype {
 
 struct Builder<'g> {
     gguf: &'g Gguf,
+    /// Whether NVFP4 tensors have second scales: then all are read as planes, and one that lacks its own has 1.
+    scaled: bool,
     list: Vec<(TensorInfo, Entry)>,
 }
 
@@ -102,7 +109,10 @@ impl View {
         for piece in pieces {
             by_source.entry(piece.source.clone()).or_default().push(piece);
         }
-        let mut b = Builder { gguf: &gguf, list: Vec::new() };
+        let scaled = gguf.tensors.iter().any(|t| {
+            t.ty == GgmlType::Nvfp4 && gguf.get(&format!("{}.scale", nvfp4::base(&t.name))).is_some()
+        });
+        let mut b = Builder { gguf: &gguf, scaled, list: Vec::new() };
         for (source, pieces) in by_source {
             b.scales(&pieces)?;
             if let Some(prefix) = source.strip_suffix(".gate_up_proj") {
@@ -141,7 +151,10 @@ impl View {
 
     /// Whether rows or columns are in another order than stored.
     pub(crate) fn is_permuted(&self, tensor: usize) -> bool {
-        let Some(Entry::Rows { parts, .. }) = self.entries.get(tensor) else { return false };
+        let Some(Entry::Rows { parts, .. }) = self.entries.get(tensor) else {
+            // Blocks hold codes and scales side by side, and nibbles in an order of their own.
+            return matches!(self.entries.get(tensor), Some(Entry::Nvfp4 { .. }));
+        };
         parts.iter().any(|p| p.piece.heads.is_some()) && self.kept_columns(tensor).is_none()
     }
 
@@ -156,8 +169,17 @@ impl View {
 
     /// Where bytes of a tensor of the view come from, see [`crate::Checkpoint::origins`].
     pub(crate) fn origins(&self, tensor: usize, range: Range<u64>) -> Vec<Origin<'_>> {
-        let Some(Entry::Rows { parts, row_bytes, derived }) = self.entries.get(tensor) else {
-            return Vec::new();
+        let whole = |tensor: u32, rows: Range<u64>| {
+            let stored = &self.gguf.tensors[tensor as usize];
+            let bytes = stored.offset + rows.start * stored.row_bytes()
+                ..stored.offset + rows.end * stored.row_bytes();
+            vec![Origin { shard: stored.shard, tensor: &stored.name, bytes }]
+        };
+        let (parts, row_bytes, derived) = match self.entries.get(tensor) {
+            Some(Entry::Rows { parts, row_bytes, derived }) => (parts, row_bytes, derived),
+            Some(Entry::Nvfp4 { part, .. }) => return whole(part.tensor, part.first..part.first + part.rows),
+            Some(Entry::Scale { tensor, .. }) => return whole(*tensor, 0..1),
+            _ => return Vec::new(),
         };
         let mut out = Vec::new();
         let mut begin = 0;
@@ -197,6 +219,17 @@ impl View {
                 return Ok(());
             }
             Entry::Rows { parts, row_bytes, derived } => (parts, (*row_bytes).max(1), *derived),
+            Entry::Nvfp4 { part, plane } => return self.read_nvfp4(part, *plane, range, out),
+            Entry::Scale { tensor: scale, index } => {
+                let (from, to) = (range.start as usize, range.end as usize);
+                let mut word = 1f32.to_le_bytes();
+                if *scale != nvfp4::NONE {
+                    let stored = &self.gguf.tensors[*scale as usize];
+                    self.gguf.read(stored, 4 * index..4 * index + 4, &mut word)?;
+                }
+                out.copy_from_slice(&word[from..to]);
+                return Ok(());
+            }
         };
         let mut buffer = Rebuilt::default();
         let mut done = 0usize;
@@ -233,6 +266,49 @@ impl View {
             let bytes = &buffer.bytes[skip as usize..];
             let take = left.min(bytes.len());
             out[done..done + take].copy_from_slice(&bytes[..take]);
+            done += take;
+        }
+        Ok(())
+    }
+}
+
+impl View {
+    /// Reads bytes of one plane of NVFP4 blocks, heads in the source's order.
+    fn read_nvfp4(
+        &self,
+        part: &Part,
+        plane: Plane,
+        range: Range<u64>,
+        out: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let stored = &self.gguf.tensors[part.tensor as usize];
+        let k = part.piece.columns();
+        let per = plane.row_bytes(k).max(1);
+        let first_block = part.piece.take.as_ref().map_or(0, |r| r.start) / nvfp4::VALUES;
+        let (mut blocks, mut rows) = (Vec::new(), Vec::new());
+        let mut done = 0usize;
+        while done < out.len() {
+            let at = range.start + done as u64;
+            let (row, skip) = (at / per, (at % per) as usize);
+            let left = out.len() - done;
+            let count = (skip as u64 + left as u64).div_ceil(per).min(part.run(row));
+            let count = count.min((STEP_BYTES / stored.row_bytes().max(1)).max(1));
+            blocks.resize((count * stored.row_bytes()) as usize, 0);
+            let from = part.stored_row(row) * stored.row_bytes();
+            self.gguf.read(stored, from..from + blocks.len() as u64, &mut blocks)?;
+            rows.clear();
+            for stored in blocks.chunks_exact(stored.row_bytes() as usize) {
+                for block in 0..k / nvfp4::VALUES {
+                    let column = match &part.piece.heads {
+                        Some(h) if h.columns => h.stored(block * nvfp4::VALUES) / nvfp4::VALUES,
+                        _ => block,
+                    };
+                    let at = ((first_block + column) * nvfp4::BYTES) as usize;
+                    plane.take(&stored[at..at + nvfp4::BYTES as usize], &mut rows);
+                }
+            }
+            let take = left.min(rows.len() - skip);
+            out[done..done + take].copy_from_slice(&rows[skip..skip + take]);
             done += take;
         }
         Ok(())
@@ -324,14 +400,89 @@ impl Builder<'_> {
         CheckpointError::GgufName { tensor: piece.tensor.clone(), reason }
     }
 
-    /// NVFP4 tensors whose second scale lies beside them are more than their blocks.
+    /// A second scale beside words of another type would be lost.
     fn scales(&self, pieces: &[Piece]) -> Result<(), CheckpointError> {
         for piece in pieces {
-            let base = piece.tensor.strip_suffix(".weight").unwrap_or(&piece.tensor);
-            if self.gguf.get(&format!("{base}.scale")).is_some() {
-                let reason = "it has a second scale beside it, which is not converted; convert the checkpoint that it was made from";
+            let scale = format!("{}.scale", nvfp4::base(&piece.tensor));
+            let own = self.gguf.get(&piece.tensor);
+            if self.gguf.get(&scale).is_some() && own.is_some_and(|t| t.ty != GgmlType::Nvfp4) {
+                let reason = "it has a second scale beside it, which only NVFP4 tensors have";
                 return Err(Self::fail(piece, reason.to_owned()));
             }
+        }
+        Ok(())
+    }
+
+    /// The FP32 tensor `NAME.suffix` beside NVFP4 blocks, and which of its words belongs to expert `expert`.
+    fn scale(&self, piece: &Piece, suffix: &str, expert: u64) -> Result<Option<(u32, u64)>, CheckpointError> {
+        let name = format!("{}.{suffix}", nvfp4::base(&piece.tensor));
+        let Some(number) = self.number(&name) else { return Ok(None) };
+        let t = &self.gguf.tensors[number as usize];
+        let experts = match &piece.stored_shape[..] {
+            [e, _, _] => *e,
+            _ => 1,
+        };
+        match (t.ty, t.elements()) {
+            (GgmlType::F32, 1) => Ok(Some((number, 0))),
+            (GgmlType::F32, n) if n == experts => Ok(Some((number, expert))),
+            (ty, n) => {
+                let reason =
+                    format!("expected 1 or {experts} F32 values beside {}, found {n} of {ty}", piece.tensor);
+                Err(CheckpointError::GgufName { tensor: name, reason })
+            }
+        }
+    }
+
+    /// An NVFP4 matrix as the planes that a checkpoint has: codes, block scales, a multiplier, an activation scale.
+    fn push_nvfp4(
+        &mut self,
+        name: &str,
+        shape: &[u64],
+        mut parts: Vec<Part>,
+        expert: u64,
+        input: bool,
+    ) -> Result<(), CheckpointError> {
+        let (Some(part), true) = (parts.pop(), parts.is_empty()) else {
+            let reason = format!("{name} is put together from NVFP4 tensors with second scales of their own");
+            return Err(CheckpointError::GgufName { tensor: name.to_owned(), reason });
+        };
+        let piece = part.piece.clone();
+        let fail = |reason: String| Self::fail(&piece, reason);
+        let (Some(base), &[n, k]) = (name.strip_suffix(".weight"), shape) else {
+            return Err(fail(format!("as NVFP4 it must be a matrix, found shape {shape:?}")));
+        };
+        let start = part.piece.take.as_ref().map_or(0, |r| r.start);
+        let moves = part.piece.heads.is_none_or(|h| h.moves_blocks_of(nvfp4::VALUES));
+        if k % nvfp4::VALUES != 0 || start % nvfp4::VALUES != 0 || !moves {
+            return Err(fail(format!(
+                "its columns are cut, or heads moved, inside a block of {}",
+                nvfp4::VALUES
+            )));
+        }
+        let scale = self.scale(&part.piece, "scale", expert)?;
+        let activation = self.scale(&part.piece, "input_scale", expert)?;
+        let stored = &self.gguf.tensors[part.tensor as usize];
+        let (shard, offset) = (stored.shard, stored.offset + part.stored_row(0) * stored.row_bytes());
+        let mut push = |suffix: &str, dtype, shape: Vec<u64>, bytes, entry| {
+            let name = format!("{base}.{suffix}").into();
+            self.list.push((TensorInfo { name, dtype, shape: shape.into(), shard, offset, bytes }, entry));
+        };
+        let copy = part.clone();
+        let word = |at: Option<(u32, u64)>| {
+            let (tensor, index) = at.unwrap_or((nvfp4::NONE, 0));
+            Entry::Scale { tensor, index }
+        };
+        push("weight", Dtype::U8, vec![n, k / 2], n * k / 2, Entry::Nvfp4 { part, plane: Plane::Codes });
+        push(
+            "weight_scale",
+            Dtype::F8E4m3,
+            vec![n, k / 16],
+            n * k / 16,
+            Entry::Nvfp4 { part: copy, plane: Plane::Scales },
+        );
+        push("weight_scale_2", Dtype::F32, Vec::new(), 4, word(scale));
+        if input || activation.is_some() {
+            push("input_scale", Dtype::F32, Vec::new(), 4, word(activation));
         }
         Ok(())
     }
@@ -355,6 +506,9 @@ impl Builder<'_> {
             return Err(fail(text));
         }
         let derived = head.piece.values != Values::Same;
+        if stored.ty == GgmlType::Nvfp4 && self.scaled {
+            return self.push_nvfp4(&name, &shape, parts, 0, false);
+        }
         let columns = head.piece.columns();
         let (ty, block) = (stored.ty, stored.ty.block_len());
         if columns % block != 0 || head.piece.take.as_ref().is_some_and(|r| r.start % block != 0) {
@@ -411,10 +565,18 @@ impl Builder<'_> {
             return Err(Self::fail(piece, format!("shape {:?} is no stack of experts", piece.stored_shape)));
         }
         let rows = rows / parts;
+        let nvfp4 = self.scaled && self.gguf.get(&piece.tensor).is_some_and(|t| t.ty == GgmlType::Nvfp4);
+        // llama.cpp's converter leaves out activation scales that are all 1: the experts of a layer have them or not.
+        let input = nvfp4 && nvfp4::siblings(&piece.tensor).any(|n| self.gguf.get(&n).is_some());
         for e in 0..experts {
             for (m, matrix) in (0..).zip(matrices) {
                 let part = self.part(piece.clone(), (e * parts + m) * rows, rows)?;
-                self.push(format!("{prefix}.{e}.{matrix}_proj.weight"), vec![rows, k], vec![part])?;
+                let name = format!("{prefix}.{e}.{matrix}_proj.weight");
+                if nvfp4 {
+                    self.push_nvfp4(&name, &[rows, k], vec![part], e, input)?;
+                } else {
+                    self.push(name, vec![rows, k], vec![part])?;
+                }
             }
         }
         Ok(())

@@ -237,3 +237,38 @@ fn a_drafter_alone_becomes_a_companion() {
     let error = plan(&o).unwrap_err().to_string();
     assert!(error.contains("dflash2 drafter"), "{error}");
 }
+
+/// A toy of the 122B release, and the release's own geometry from headers.
+#[test]
+fn the_large_mixture_keeps_every_expert_and_projection() {
+    let dir = tempfile::tempdir().unwrap();
+    let make = |name: &str, args: &[&str]| {
+        let out = dir.path().join(name);
+        let tokenizer = crate::common::demo();
+        let mut all = vec![out.to_str().unwrap(), "--tokenizer", tokenizer.to_str().unwrap(), "--mtp"];
+        all.extend(args);
+        let all: Vec<String> = all.iter().map(|a| (*a).to_owned()).collect();
+        assert!(crate::synth::run(&all).is_ok(), "{all:?}");
+        out
+    };
+    let small = make("small", &["--model", "122b-small", "--layers", "4"]);
+    for recipe in ["qwen3_5_122b_a10b_nvfp4", "qwen3_5_122b_a10b_nvfp4_ornith"] {
+        let (plan, report, _dir) = made(&small, recipe, &[]);
+        assert_eq!(
+            (format(&plan, "moe.experts"), format(&plan, "attn.q")),
+            ("nvfp4_mul", "fp8_e4m3fn_tensor_f32")
+        );
+        assert_eq!((format(&plan, "gdn.z"), format(&plan, "gdn.a")), ("fp8_e4m3fn_tensor_f32", "bf16"));
+        assert_eq!(format(&plan, "mtp/moe.experts"), "q4_g64_fp16");
+        assert_eq!((report.experts, plan.default_expert_activation), (4 * 16, 4));
+        assert!(report.requantized_parameters.iter().all(|p| p.name.starts_with("mtp/")), "{report:?}");
+    }
+    let real = make("real", &["--model", "122b", "--layers", "48", "--vocab", "248320", "--headers-only"]);
+    let mut o = options(&real, "qwen3_5_122b_a10b_nvfp4", &dir.path().join("x.infernix"));
+    o.dry_run = true;
+    let plan = plan(&o).unwrap();
+    assert!(plan.missing.is_empty(), "{:?}", plan.missing);
+    // Records of 5,308,416 bytes, 256 a layer: 60.75 GiB, and three multipliers an expert.
+    assert_eq!(plan.classes["moe.experts"].bytes, 48 * 256 * (5_308_416 + 12));
+    assert!(plan.memory_needed_bytes() < 1 << 30);
+}

@@ -10,6 +10,7 @@ mod built_in;
 mod common;
 mod demo;
 mod derivation;
+mod export;
 mod fixtures;
 mod gguf;
 mod proof;
@@ -17,3 +18,8 @@ mod recipes;
 mod resume;
 mod sizes;
 mod tensors;
+
+/// The synthesiser of the development tool, for checkpoints that no fixture has.
+#[path = "../../../../xtask/src/synth/mod.rs"]
+#[expect(dead_code, clippy::print_stdout, reason = "a tool's module; one entry is used")]
+mod synth;

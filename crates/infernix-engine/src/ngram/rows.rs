@@ -3,7 +3,7 @@
 use super::blocks::{BLOCK, BlockFile, Blocks};
 use crate::error::EngineError;
 use infernix_artifact::ngram::{RowFormat, Volume};
-use infernix_formats::ggml::{self, GgmlType};
+use infernix_formats::ggml;
 use infernix_formats::scalar::{bf16_to_f32, e2m1_to_f32, e4m3_to_f32};
 use std::cell::RefCell;
 
@@ -161,7 +161,7 @@ fn decode(format: RowFormat, scale: f32, bytes: &[u8], out: &mut [f32]) {
             }
         }
         // Whole blocks: the row's length was compared with the format's when the volume was opened.
-        RowFormat::GgmlIq4Nl => _ = ggml::decode_f32(GgmlType::Iq4Nl, bytes, out),
+        RowFormat::Ggml(t) => _ = ggml::decode_f32(t, bytes, out),
         RowFormat::Fp8E4m3fn => {
             for (o, b) in out.iter_mut().zip(bytes) {
                 *o = e4m3_to_f32(*b) * scale;
@@ -181,6 +181,7 @@ fn decode(format: RowFormat, scale: f32, bytes: &[u8], out: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use infernix_formats::ggml::GgmlType;
 
     #[test]
     fn rows_decode_in_their_own_convention() {
@@ -199,7 +200,7 @@ mod tests {
         let mut row = vec![0x80u8; 18];
         row[..2].copy_from_slice(&0x3800u16.to_le_bytes());
         let mut out = [0f32; 32];
-        decode(RowFormat::GgmlIq4Nl, 1.0, &row, &mut out);
+        decode(RowFormat::Ggml(GgmlType::Iq4Nl), 1.0, &row, &mut out);
         assert_eq!((out[0], out[16]), (-63.5, 0.5));
     }
 

@@ -1,0 +1,3 @@
+//! Entry points that libFuzzer drives; `crates/infernix-convert/tests/fuzz.rs` drives the same ones without it.
+
+pub mod entry;
