@@ -13,6 +13,7 @@ mod derivation;
 mod export;
 mod fixtures;
 mod gguf;
+mod kinds;
 mod proof;
 mod recipes;
 mod resume;

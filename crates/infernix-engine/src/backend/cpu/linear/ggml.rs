@@ -27,10 +27,19 @@ pub(crate) struct Parts {
 impl Parts {
     /// Takes a row of `k` values apart.
     pub(crate) fn fill(&mut self, ty: GgmlType, row: &[u8], k: usize) {
+        self.fill_on(super::Isa::Scalar, ty, row, k);
+    }
+
+    /// The same with the loops of a tier.
+    fn fill_on(&mut self, isa: super::Isa, ty: GgmlType, row: &[u8], k: usize) {
         self.group = ggml::group(ty);
         self.codes.resize(k, 0.0);
         self.scales.resize(k / self.group, 0.0);
         self.offsets.resize(if ggml::has_offset(ty) { self.scales.len() } else { 0 }, 0.0);
+        if super::ggml_unpack::knows(ty) {
+            let (codes, scales, offsets) = (&mut self.codes, &mut self.scales, &mut self.offsets);
+            return super::ggml_unpack::unpack(isa, ty, row, codes, scales, offsets);
+        }
         // Whole blocks of a known type: the weight's shape was checked when it was taken.
         let _ = ggml::split(ty, row, &mut self.codes, &mut self.scales, &mut self.offsets);
     }
@@ -50,7 +59,7 @@ pub(super) fn product(
     let columns: Vec<f32> = x.order(false).iter().map(|v| f32_of(*v)).collect();
     let mut parts = Parts::default();
     for row in range {
-        parts.fill(ty, w.codes(row), k);
+        parts.fill_on(isa, ty, w.codes(row), k);
         for (c, column) in columns.chunks_exact(width).enumerate() {
             let scales = x.scales().get(c * width / 32..(c + 1) * width / 32).unwrap_or(&[]);
             out.put(c, row, dot(isa, &parts, &column[..k], scales));

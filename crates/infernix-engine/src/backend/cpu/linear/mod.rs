@@ -20,6 +20,7 @@
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub(crate) mod ggml;
+mod ggml_unpack;
 mod int8;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod lanes;
