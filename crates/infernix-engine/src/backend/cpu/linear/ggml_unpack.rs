@@ -204,4 +204,39 @@ mod tests {
             }
         }
     }
+
+    /// How much faster rows are taken apart than by the oracle, in one run. Figures alone: `--ignored --nocapture`.
+    #[test]
+    #[ignore = "prints figures"]
+    #[expect(clippy::print_stderr, reason = "figures go to the terminal")]
+    fn ratio_to_the_oracle() {
+        let isa = Isa::detect();
+        for ty in GgmlType::all().filter(|t| knows(*t)) {
+            let (k, g) = (4096usize, ggml::group(ty));
+            let row = vec![0x21u8; ty.row_bytes(k as u64).map_or(0, |n| n as usize)];
+            let offsets = if ggml::has_offset(ty) { k / g } else { 0 };
+            let (mut c, mut s, mut o) = (vec![0f32; k], vec![0f32; k / g], vec![0f32; offsets]);
+            // The best of several: other work on the machine only ever adds.
+            let mut best = [f64::MAX; 2];
+            for _ in 0..30 {
+                let start = std::time::Instant::now();
+                for _ in 0..50 {
+                    let _ = ggml::split(ty, std::hint::black_box(&row), &mut c, &mut s, &mut o);
+                }
+                best[0] = best[0].min(start.elapsed().as_secs_f64());
+                let start = std::time::Instant::now();
+                for _ in 0..50 {
+                    unpack(isa, ty, std::hint::black_box(&row), &mut c, &mut s, &mut o);
+                }
+                best[1] = best[1].min(start.elapsed().as_secs_f64());
+            }
+            let rate = |seconds: f64| (50 * k) as f64 / seconds / 1e9;
+            eprintln!(
+                "{ty} on {isa}: {:.2} and {:.2} values a nanosecond, ratio {:.1}",
+                rate(best[0]),
+                rate(best[1]),
+                best[0] / best[1]
+            );
+        }
+    }
 }
