@@ -109,8 +109,10 @@ impl View {
         for piece in pieces {
             by_source.entry(piece.source.clone()).or_default().push(piece);
         }
-        let scaled = gguf.tensors.iter().any(|t| {
-            t.ty == GgmlType::Nvfp4 && gguf.get(&format!("{}.scale", nvfp4::base(&t.name))).is_some()
+        // Activation scales alone ask for planes, too: blocks have no place for them.
+        let scaled = gguf.tensors.iter().filter(|t| t.ty == GgmlType::Nvfp4).any(|t| {
+            let base = nvfp4::base(&t.name);
+            ["scale", "input_scale"].iter().any(|s| gguf.get(&format!("{base}.{s}")).is_some())
         });
         let mut b = Builder { gguf: &gguf, scaled, list: Vec::new() };
         for (source, pieces) in by_source {
