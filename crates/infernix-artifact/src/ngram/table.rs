@@ -189,8 +189,12 @@ mod tests {
     #[test]
     fn widths_of_the_published_table() {
         let widths = RowFormat::ALL.map(|format| format.row_bytes(160));
-        assert_eq!(widths, [Some(160), Some(320), Some(90), Some(90), Some(90)]);
-        assert_eq!(RowFormat::GgmlIq4Nl.row_bytes(48), None);
+        assert_eq!(widths, [Some(160), Some(320), Some(90), Some(90)]);
+        let nl = RowFormat::Ggml(GgmlType::Iq4Nl);
+        assert_eq!((nl.row_bytes(160), nl.row_bytes(48)), (Some(90), None));
+        assert_eq!(RowFormat::from_name("ggml_q8_0").and_then(|f| f.row_bytes(160)), Some(170));
+        assert_eq!(RowFormat::from_name("ggml_iq4_nl"), Some(nl));
+        assert_eq!(RowFormat::from_name("ggml_f32"), None);
     }
 
     #[test]
