@@ -103,7 +103,8 @@ pub fn export(
     let work =
         Workplace::open(output, &key(plan), resume, run.interrupt.clone(), run.faults.clone(), run.durable)?;
     let publishing = work.lines().iter().any(|l| l.get("publish").is_some());
-    let mut resumed = 0;
+    // Where publication has begun, every file is finished.
+    let mut resumed = plan.bytes();
     if !publishing {
         work.check_space(plan.bytes() + (1 << 20))?;
         let finished = |name: &str| {
