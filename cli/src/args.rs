@@ -77,7 +77,7 @@ pub(crate) enum Command {
     Kld(Box<KldArgs>),
     /// Measure perplexity over windows of texts
     Ppl(PplArgs),
-    /// Join reports of kld, ppl and bench into one self-contained page
+    /// Join reports of kld, ppl, bench and replay into one self-contained page
     Report(ReportArgs),
     /// Measure prompt and generation throughput in process, or the speed of a server
     Bench(BenchArgs),
@@ -621,7 +621,7 @@ pub(crate) struct PplArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
-    /// JSON reports of kld, ppl and bench
+    /// JSON reports of kld, ppl, bench, bench serve, bench context and replay
     #[arg(required = true)]
     pub(crate) files: Vec<PathBuf>,
     /// Page to write
@@ -664,7 +664,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "P", default_value_t = 0.0, requires = "synthetic")]
     pub(crate) routing_repeat: f32,
     /// Write Chrome trace events of the last prompt and decode rounds (CUDA); times of the tests are then not the plain ones
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["concurrency", "spec", "ConstraintArgs"])]
     pub(crate) profile: Option<PathBuf>,
     /// Prompt lengths to measure [default: 512 unless another test is asked for]
     #[arg(long = "n-prompt", short = 'p', value_name = "N", value_delimiter = ',')]
@@ -684,6 +684,17 @@ pub(crate) struct BenchArgs {
     /// Tokens per prompt call
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub(crate) prefill_chunk: usize,
+    /// Answers at a time, through the engine's scheduler
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub(crate) concurrency: Option<u32>,
+    /// Decode through the engine's scheduler with these drafts [default: one stream, plainly]
+    #[arg(long, value_enum)]
+    pub(crate) spec: Option<Spec>,
+    /// Longest draft of the model's drafter, 0 to 7; auto chooses it by measured gain
+    #[arg(long, value_name = "N|auto", default_value = "auto", value_parser = auto_number, requires = "spec")]
+    pub(crate) draft_tokens: AutoNumber,
+    #[command(flatten)]
+    pub(crate) constraint: ConstraintArgs,
     /// Skip the uncounted first run of each test
     #[arg(long)]
     pub(crate) no_warmup: bool,
@@ -691,7 +702,7 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     pub(crate) no_limit: bool,
     /// Run each test once more and show where its time goes, operation by operation
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["concurrency", "spec", "ConstraintArgs"])]
     pub(crate) breakdown: bool,
     /// Seed of the tokens and of synthetic weights
     #[arg(long, value_name = "N", default_value_t = 42)]
@@ -701,6 +712,27 @@ pub(crate) struct BenchArgs {
     pub(crate) output: BenchOutput,
     #[command(flatten)]
     pub(crate) json: JsonArgs,
+}
+
+/// What answers are held to; at most one.
+#[derive(Debug, Args)]
+#[group(multiple = false)]
+pub(crate) struct ConstraintArgs {
+    /// Hold answers to any JSON object
+    #[arg(long)]
+    pub(crate) json_object: bool,
+    /// Hold answers to a JSON schema
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json_schema_file: Option<PathBuf>,
+    /// Hold answers to a GBNF grammar
+    #[arg(long, value_name = "FILE")]
+    pub(crate) grammar_file: Option<PathBuf>,
+    /// Hold answers to a regular expression
+    #[arg(long, value_name = "EXPRESSION")]
+    pub(crate) regex: Option<String>,
+    /// Hold answers to one of these texts (repeatable)
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) choice: Vec<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

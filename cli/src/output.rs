@@ -166,9 +166,39 @@ pub(crate) fn bytes(n: u64) -> String {
     if unit == 0 { format!("{n} B") } else { format!("{value:.2} {}", UNITS[unit]) }
 }
 
+/// What was typed, with the names of files instead of their places: where they lie on this machine is nobody's business.
+pub(crate) fn command_line() -> String {
+    let quoted = |argument: String| {
+        let text = argument.split(' ').map(bare).collect::<Vec<_>>().join(" ");
+        let quote = if text.contains('\'') { '"' } else { '\'' };
+        if text.contains(' ') { format!("{quote}{text}{quote}") } else { text }
+    };
+    std::env::args().map(quoted).collect::<Vec<_>>().join(" ")
+}
+
+/// A word whose path is cut to its last part; an address, and what stands before a path (`NAME=`, a quote), stay.
+fn bare(word: &str) -> String {
+    let (Some(first), Some(last)) = (word.find('/'), word.rfind('/')) else { return word.to_owned() };
+    if word.contains("://") {
+        return word.to_owned();
+    }
+    let head = word[..first].rfind(['=', '\'', '"']).map_or(0, |i| i + 1);
+    format!("{}{}", &word[..head], &word[last + 1..])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn commands_keep_names_and_addresses_and_lose_folders() {
+        assert_eq!(bare("/a/b/c.gguf"), "c.gguf");
+        assert_eq!(bare("./infernix"), "infernix");
+        assert_eq!(bare("ours=/x/y"), "ours=y");
+        assert_eq!(bare("'/x/y'"), "'y'");
+        assert_eq!(bare("a=http://h:1/v1"), "a=http://h:1/v1");
+        assert_eq!(bare("--scale"), "--scale");
+    }
 
     #[test]
     fn numbers_group_by_three() {

@@ -1,5 +1,7 @@
-//! `gen`: the reference pages in `docs/` that the program prints itself, written or compared.
+//! `gen`: what is made and not written: the reference pages in `docs/` that the program prints itself, the README's
+//! figures and the page of operations from `bench/results`.
 
+use crate::results;
 use crate::synth::Failure;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,8 +19,15 @@ pub(crate) fn run(args: &[String]) -> Result<(), Failure> {
     };
     let root = root()?;
     let mut stale = Vec::new();
+    let readme = std::fs::read_to_string(root.join("README.md")).map_err(|e| format!("README.md: {e}"))?;
+    let mut pages = vec![
+        ("README.md", results::readme(&root, &readme)?.into_bytes()),
+        ("docs/operations.md", results::operations(&root)?.into_bytes()),
+    ];
     for (what, page) in PAGES {
-        let made = print(&root, what)?;
+        pages.push((page, print(&root, what)?));
+    }
+    for (page, made) in pages {
         let path = root.join(page);
         if std::fs::read(&path).is_ok_and(|old| old == made) {
             continue;

@@ -125,6 +125,9 @@ pub(crate) struct BenchServeArgs {
     /// JSON object merged into each request
     #[arg(long, value_name = "JSON")]
     pub(crate) extra_body: Option<String>,
+    /// Name of the engine in reports [default: its model's name]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) label: Option<String>,
     /// Facts to keep with the result (repeatable)
     #[arg(long, value_name = "KEY=VALUE")]
     pub(crate) metadata: Vec<String>,
@@ -224,6 +227,9 @@ pub(crate) struct ReplayArgs {
     /// Repository that observations are cut from [default: a frozen snapshot of this project's own]
     #[arg(long, value_name = "DIR")]
     pub(crate) corpus: Option<PathBuf>,
+    /// Leave a field out of every request to every arm, for servers that refuse it (repeatable): top_k, seed, ...
+    #[arg(long, value_name = "FIELD")]
+    pub(crate) omit: Vec<String>,
     /// Play the first arm again after the others, to see drift
     #[arg(long)]
     pub(crate) aba: bool,

@@ -1,5 +1,7 @@
 //! `infernix bench`: prompt and generation throughput of a model in process.
 
+mod streams;
+
 use super::engine::print_ledger;
 use super::model::{BackendKind, How, OpenModel};
 use crate::args::{BenchArgs, BenchOutput, ProgressMode};
@@ -17,6 +19,7 @@ use infernix_engine::state::KvFormat;
 use infernix_engine::synthetic::{self, GEOMETRIES, Geometry};
 use infernix_formats::Format;
 use infernix_measure::bench::bytes::model_bytes;
+use infernix_measure::bench::gpu::{Gpu, moved};
 use infernix_measure::bench::limit::{BUFFER_BYTES, Reader};
 use infernix_measure::bench::machine::{Machine, available_memory};
 use infernix_measure::bench::render::{self, Breakdown, Subject};
@@ -40,7 +43,10 @@ pub(crate) fn run(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Ou
     let cpu = CpuOptions { threads: found.threads, threads_batch: found.threads_batch, isa: None };
     let started = |s: &dyn WeightSource| -> anyhow::Result<Subject> { subject(args, &found, s, &cpu) };
     let source = found.source.as_source();
-    let subject = started(source)?;
+    let mut subject = started(source)?;
+    if streams::asked(args) {
+        return streams::run(args, tests, found, &mut subject, clock);
+    }
     let run = Run { args, tests, subject, found: &found, clock, device: None };
     match (found.backend, args.breakdown) {
         (BackendKind::Cpu, false) => run.plain(load(CpuBackend::new(cpu), source, options)?),
@@ -126,6 +132,55 @@ struct Found {
     threads_batch: usize,
     vram_budget: usize,
     expert_ram: usize,
+}
+
+/// Prints the results in the form asked for.
+fn report(
+    args: &BenchArgs,
+    subject: &Subject,
+    settings: Settings,
+    tests: &[Measured],
+    breakdowns: &[Breakdown],
+    device: Option<&Value>,
+) -> anyhow::Result<Outcome> {
+    if args.json.json {
+        let mut document = render::document(subject, settings, tests, breakdowns);
+        if let (Some(map), Some(device)) = (document.as_object_mut(), device) {
+            map.insert("device".into(), device.clone());
+        }
+        output::print_json(&document)?;
+        return Ok(Outcome::Done);
+    }
+    let objects = || tests.iter().map(|m| render::llama_object(subject, settings, m));
+    match args.output {
+        BenchOutput::Md => output::print(&render::markdown(subject, tests))?,
+        BenchOutput::Csv => output::print(&render::csv(subject, settings, tests))?,
+        BenchOutput::Json => output::print_json(&objects().collect())?,
+        BenchOutput::Jsonl => {
+            for object in objects() {
+                output::print(&format!("{object}\n"))?;
+            }
+        }
+    }
+    for b in breakdowns {
+        let text = render::breakdown_markdown(b, subject.read_limit);
+        // Machine-readable output stays what it is.
+        if args.output == BenchOutput::Md {
+            output::print(&format!("\n{text}"))?;
+        } else {
+            output::note(&text);
+        }
+    }
+    Ok(Outcome::Done)
+}
+
+fn settings(args: &BenchArgs) -> Settings {
+    Settings {
+        repetitions: args.repetitions,
+        prefill_chunk: args.prefill_chunk,
+        warm_up: !args.no_warmup,
+        seed: args.seed,
+    }
 }
 
 fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
@@ -239,15 +294,8 @@ fn subject(
         ActivationPolicy::A8 => "a8",
         ActivationPolicy::A4 => "a4",
     };
-    let quoted = |a: String| if a.contains(' ') { format!("'{a}'") } else { a };
-    let name_of = |a: &str| std::path::Path::new(a).file_name().map(|n| n.to_string_lossy().into_owned());
-    let mut words: Vec<String> = std::env::args().collect();
-    // The program and the model by name: where they lie on this machine is nobody's business.
-    for word in words.iter_mut().filter(|w| w.contains('/')) {
-        *word = name_of(word).unwrap_or_default();
-    }
     Ok(Subject {
-        command: words.into_iter().map(quoted).collect::<Vec<_>>().join(" "),
+        command: output::command_line(),
         model: found.name.clone(),
         model_type: format!("{architecture} {}", found.format),
         synthetic: args.synthetic.is_some(),
@@ -265,7 +313,9 @@ fn subject(
             KvFormat::Int8 => "int8".into(),
             KvFormat::F32 => "f32".into(),
         },
+        scheduled: None,
         load_seconds: 0.0,
+        moved: None,
         machine: Machine::this(),
         read_limit: None,
     })
@@ -282,15 +332,6 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn settings(&self) -> Settings {
-        Settings {
-            repetitions: self.args.repetitions,
-            prefill_chunk: self.args.prefill_chunk,
-            warm_up: !self.args.no_warmup,
-            seed: self.args.seed,
-        }
-    }
-
     fn driver<B: Backend>(&mut self, model: infernix_engine::model::Model<B>) -> anyhow::Result<Driver<B>> {
         let tokens = self.tests.iter().map(Test::room).max().unwrap_or(0) + self.args.prefill_chunk.min(64);
         let ngram = self.ngram()?;
@@ -360,13 +401,14 @@ impl Run<'_> {
         about: impl FnOnce(&mut Driver<B>) -> anyhow::Result<Option<Value>>,
     ) -> anyhow::Result<Outcome> {
         let go_on = || !INTERRUPTED.load(Ordering::Relaxed);
-        let settings = self.settings();
+        let settings = settings(self.args);
         // A device's memory bounds it, not the host's.
         let host = !self.args.no_limit && !matches!(self.found.backend, BackendKind::Cuda(_));
         let mut reader = host.then(|| Reader::new(BUFFER_BYTES, self.subject.threads));
         let mut limit = reader.as_mut().map(|r| r.read(LIMIT_PASSES));
         let mut measured: Vec<Measured> = Vec::new();
         let mut breakdowns = Vec::new();
+        let mut clocks = Vec::new();
         for test in &self.tests {
             let Some(m) = measure(driver, *test, settings, &go_on)? else { bail!("interrupted") };
             costs(driver);
@@ -381,49 +423,17 @@ impl Run<'_> {
             }
             limit = reader.as_mut().map(|r| r.read(1)).or(limit);
             measured.push(m);
+            // Right after the load, while the clocks are those of the test.
+            clocks.push(Gpu::all());
+        }
+        if let Some(what) = moved(&clocks) {
+            output::warn(&format!("{what} between tests: the figures do not compare"));
+            self.subject.moved = Some(what);
         }
         self.subject.read_limit =
             reader.as_mut().map(|r| r.read(LIMIT_PASSES)).or(limit).or(self.subject.read_limit);
         self.device = about(driver)?;
-        self.report(settings, &measured, &breakdowns)
-    }
-
-    fn report(
-        &self,
-        settings: Settings,
-        tests: &[Measured],
-        breakdowns: &[Breakdown],
-    ) -> anyhow::Result<Outcome> {
-        let s = &self.subject;
-        if self.args.json.json {
-            let mut document = render::document(s, settings, tests, breakdowns);
-            if let (Some(map), Some(device)) = (document.as_object_mut(), &self.device) {
-                map.insert("device".into(), device.clone());
-            }
-            output::print_json(&document)?;
-            return Ok(Outcome::Done);
-        }
-        let objects = || tests.iter().map(|m| render::llama_object(s, settings, m));
-        match self.args.output {
-            BenchOutput::Md => output::print(&render::markdown(s, tests))?,
-            BenchOutput::Csv => output::print(&render::csv(s, settings, tests))?,
-            BenchOutput::Json => output::print_json(&objects().collect())?,
-            BenchOutput::Jsonl => {
-                for object in objects() {
-                    output::print(&format!("{object}\n"))?;
-                }
-            }
-        }
-        for b in breakdowns {
-            let text = render::breakdown_markdown(b, s.read_limit);
-            // Machine-readable output stays what it is.
-            if self.args.output == BenchOutput::Md {
-                output::print(&format!("\n{text}"))?;
-            } else {
-                output::note(&text);
-            }
-        }
-        Ok(Outcome::Done)
+        report(self.args, &self.subject, settings, &measured, &breakdowns, self.device.as_ref())
     }
 }
 

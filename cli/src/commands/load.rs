@@ -60,10 +60,14 @@ pub(crate) fn serve(args: &BenchServeArgs) -> anyhow::Result<Outcome> {
         "schema_version": 1,
         "command": "bench serve",
         "date": utc(started),
+        "version": env!("CARGO_PKG_VERSION"),
+        "command_line": output::command_line(),
+        "label": args.label,
         "backend": "openai",
         "url": endpoint.base(),
         "endpoint": load.path,
-        "model_id": endpoint.model(),
+        "model_id": endpoint.shown_model(),
+        "dataset": described(args),
         "num_prompts": items.len(),
         "request_rate": if args.request_rate.is_finite() { json!(args.request_rate) } else { json!("inf") },
         "burstiness": args.burstiness,
@@ -90,14 +94,14 @@ pub(crate) fn serve(args: &BenchServeArgs) -> anyhow::Result<Outcome> {
     if args.save_detailed {
         detail(&exchanges, &mut doc);
     }
-    if let Some(file) = &args.output {
-        std::fs::write(file, format!("{doc:#}\n"))
-            .with_context(|| format!("{}: writing the result", file.display()))?;
-    }
+    // Printed first: a disk that is full must not cost the result of a long run.
     if args.json.json {
         output::print_json(&doc)?;
     } else {
         output::print(&summary.to_text())?;
+    }
+    if let Some(file) = &args.output {
+        output::write_report(file, &format!("{doc:#}\n"))?;
     }
     Ok(if summary.failed() > 0 { Outcome::Mismatch } else { Outcome::Done })
 }
@@ -182,6 +186,24 @@ fn dataset(args: &BenchServeArgs) -> anyhow::Result<Dataset> {
     })
 }
 
+/// What makes two runs the same work, beside seed and number of requests.
+fn described(args: &BenchServeArgs) -> Value {
+    let file =
+        args.dataset_path.as_deref().and_then(Path::file_name).map(|f| f.to_string_lossy().into_owned());
+    match args.dataset_name {
+        DatasetKind::Random => json!({
+            "name": "random", "input_len": args.input_len, "output_len": args.output_len.unwrap_or(128),
+            "range_ratio": args.range_ratio,
+        }),
+        DatasetKind::SharedPrefix => json!({
+            "name": "shared-prefix", "num_prefixes": args.num_prefixes.max(1), "prefix_len": args.prefix_len,
+            "suffix_len": args.suffix_len, "output_len": args.output_len.unwrap_or(128),
+        }),
+        DatasetKind::Sharegpt => json!({ "name": "sharegpt", "file": file, "output_len": args.output_len }),
+        DatasetKind::Trace => json!({ "name": "trace", "file": file }),
+    }
+}
+
 fn goal(text: &str) -> anyhow::Result<Goal> {
     let wrong = || usage(format!("--goodput takes ttft:MS, tpot:MS or e2el:MS, not {text:?}"));
     let (metric, limit) = text.split_once(':').ok_or_else(wrong)?;
@@ -219,7 +241,10 @@ pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
     let rows =
         context::run(&endpoint, &lengths, args.output_len, args.seed, timeout, &INTERRUPTED, &progress)?;
     if args.json.json {
-        output::print_json(&context::to_json(&endpoint, &rows, args.seed))?;
+        let mut doc = context::to_json(&endpoint, &rows, args.seed);
+        doc["command_line"] = json!(output::command_line());
+        doc["machine"] = Machine::this().to_json();
+        output::print_json(&doc)?;
     } else {
         output::print(&context::to_markdown(&rows))?;
     }

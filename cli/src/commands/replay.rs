@@ -8,8 +8,8 @@ use anyhow::Context as _;
 use infernix_measure::bench::machine::Machine;
 use infernix_measure::replay::record::{self, Texts};
 use infernix_measure::replay::{
-    Arm, Budget, Corpus, FULL_CONTEXT, Plan, PlanOptions, Played, Report, Row, RunOptions, Server, Target,
-    agentic, page, play, proxy,
+    Arm, Budget, Corpus, FULL_CONTEXT, Plan, PlanOptions, Played, Report, Row, Run, RunOptions, Server,
+    Target, agentic, page, play, proxy,
 };
 use serde_json::json;
 use std::io::{Read as _, Write as _};
@@ -23,6 +23,10 @@ const MIN_CONTEXT: usize = 2048;
 pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
     if let Some(ReplayMode::Record(args)) = &args.mode {
         return record(args);
+    }
+    const SENT: [&str; 6] = ["temperature", "top_p", "top_k", "seed", "tool_choice", "max_tokens"];
+    if let Some(field) = args.omit.iter().find(|f| !SENT.contains(&f.as_str())) {
+        return Err(usage(format!("--omit {field}: these can be left out: {}", SENT.join(", "))));
     }
     if !(args.scale > 0.0 && args.scale <= 4.0) {
         return Err(usage("--scale must lie above 0 and at most at 4"));
@@ -50,6 +54,8 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
         order.push(&arms[0]);
     }
     let mut played = Vec::new();
+    // A disk that fills up costs files, not the figures of a long run: they are printed, and the error ends the command.
+    let mut unwritten = None;
     for (i, arm) in order.iter().enumerate() {
         output::note(&format!("{}: starting", arm.name));
         let folder = args.out.as_ref().map(|o| o.join(format!("{}-{}", i + 1, file_name(&arm.name))));
@@ -69,16 +75,25 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
             plans = Some(make_plans(args, &seeds, wanted)?);
         }
         for plan in plans.iter().flatten() {
-            played.push(play_one(args, arm, &server, plan, folder.as_deref())?);
+            let one = play_one(args, arm, &server, plan)?;
+            if let Some(folder) = &folder
+                && let Err(e) = write_rows(&folder.join(format!("seed-{}", plan.seed)), arm, plan, &one.run)
+            {
+                output::warn(&output::error_text(&e));
+                unwritten = Some(e);
+            }
+            played.push(one);
         }
     }
     let report = Report {
-        command: command_line(),
+        command: output::command_line(),
         plans: plans.unwrap_or_default(),
         played,
+        omitted: args.omit.clone(),
         machine: Machine::this(),
     };
-    finish(args, &report)
+    let outcome = finish(args, &report)?;
+    unwritten.map_or(Ok(outcome), Err)
 }
 
 fn record(args: &RecordArgs) -> anyhow::Result<Outcome> {
@@ -164,27 +179,27 @@ fn make_plans(args: &ReplayArgs, seeds: &[u64], context: usize) -> anyhow::Resul
 }
 
 fn dry_run(args: &ReplayArgs, plans: &[Plan]) -> anyhow::Result<Outcome> {
+    let mut list = Vec::new();
     for plan in plans {
         if let Some(out) = &args.out {
             write_plan(&out.join(format!("seed-{}", plan.seed)), plan)?;
         }
         let c = plan.counts();
+        let hash = plan.hash();
         if args.json.json {
-            output::print_json(&json!({
-                "schema_version": 1, "dry_run": true, "seed": plan.seed, "plan_hash": plan.hash(), "context": plan.context,
-                "requests": c.requests, "main_continuing": c.main_continuing, "aborted": c.aborted,
-            }))?;
-        } else {
-            output::print(&format!(
-                "seed {}: {} requests ({} aborted besides), {} of them continuing turns of the sessions; context {}; plan {}\n",
-                plan.seed,
-                c.requests,
-                c.aborted,
-                c.main_continuing,
-                plan.context,
-                plan.hash()
-            ))?;
+            list.push(json!({
+                "seed": plan.seed, "plan_hash": hash, "context": plan.context, "requests": c.requests,
+                "main_continuing": c.main_continuing, "aborted": c.aborted,
+            }));
+            continue;
         }
+        output::print(&format!(
+            "seed {}: {} requests ({} aborted besides), {} of them continuing turns of the sessions; context {}; plan {hash}\n",
+            plan.seed, c.requests, c.aborted, c.main_continuing, plan.context,
+        ))?;
+    }
+    if args.json.json {
+        output::print_json(&json!({ "schema_version": 1, "dry_run": true, "plans": list }))?;
     }
     Ok(Outcome::Done)
 }
@@ -196,13 +211,7 @@ fn write_plan(folder: &Path, plan: &Plan) -> anyhow::Result<()> {
         .with_context(|| format!("{}: writing", path.display()))
 }
 
-fn play_one(
-    args: &ReplayArgs,
-    arm: &Arm,
-    server: &Server,
-    plan: &Plan,
-    folder: Option<&Path>,
-) -> anyhow::Result<Played> {
+fn play_one(args: &ReplayArgs, arm: &Arm, server: &Server, plan: &Plan) -> anyhow::Result<Played> {
     let total = plan.counts().requests + plan.counts().aborted;
     let done = std::sync::atomic::AtomicUsize::new(0);
     let progress = |r: &Row| {
@@ -215,34 +224,37 @@ fn play_one(
         output::note(&format!("{} {n}/{total} {}#{} {}: {what}", arm.name, r.actor, r.index, r.class.name()));
     };
     let timeout = Duration::from_secs(args.timeout);
-    let options = RunOptions { timeout, interrupted: &INTERRUPTED, progress: &progress };
+    let options = RunOptions { timeout, interrupted: &INTERRUPTED, omit: &args.omit, progress: &progress };
     let run = play(plan, &server.endpoint, options)?;
-    if let Some(folder) = folder {
-        let folder = folder.join(format!("seed-{}", plan.seed));
-        write_plan(&folder, plan)?;
-        let path = folder.join("client.jsonl");
-        let mut lines: Vec<String> = run.rows.iter().map(|r| r.to_json(&arm.name).to_string()).collect();
-        lines.extend(run.notes.iter().map(|n| {
-            json!({ "arm": arm.name, "actor": n.actor, "event": n.event, "messages": n.messages }).to_string()
-        }));
-        let mut file =
-            std::fs::File::create(&path).with_context(|| format!("{}: creating", path.display()))?;
-        file.write_all((lines.join("\n") + "\n").as_bytes())
-            .with_context(|| format!("{}: writing", path.display()))?;
-    }
     Ok(Played {
         arm: arm.name.clone(),
-        model: server.endpoint.model().to_owned(),
+        model: server.endpoint.shown_model().to_owned(),
         seed: plan.seed,
         run,
         peak_ram_mib: server.peak_ram_mib(),
         peak_vram_mib: server.peak_vram_mib(),
+        peak_sm_mhz: server.peak_sm_mhz(),
         exceeded: server.exceeded().map(str::to_owned),
     })
 }
 
+/// The plan and the rows of one run.
+fn write_rows(folder: &Path, arm: &Arm, plan: &Plan, run: &Run) -> anyhow::Result<()> {
+    write_plan(folder, plan)?;
+    let mut lines: Vec<String> = run.rows.iter().map(|r| r.to_json(&arm.name).to_string()).collect();
+    lines.extend(run.notes.iter().map(|n| {
+        json!({ "arm": arm.name, "actor": n.actor, "event": n.event, "messages": n.messages }).to_string()
+    }));
+    output::write_report(&folder.join("client.jsonl"), &(lines.join("\n") + "\n"))
+}
+
 fn finish(args: &ReplayArgs, report: &Report) -> anyhow::Result<Outcome> {
     let document = report.to_json();
+    if args.json.json {
+        output::print_json(&document)?;
+    } else {
+        output::print(&report.to_markdown())?;
+    }
     if let Some(out) = &args.out {
         let files = [
             ("summary.json", format!("{document:#}\n")),
@@ -250,25 +262,13 @@ fn finish(args: &ReplayArgs, report: &Report) -> anyhow::Result<Outcome> {
             ("report.html", page::html(report)),
         ];
         for (name, text) in files {
-            let path = out.join(name);
-            std::fs::write(&path, text).with_context(|| format!("{}: writing", path.display()))?;
+            output::write_report(&out.join(name), &text)?;
         }
-    }
-    if args.json.json {
-        output::print_json(&document)?;
-    } else {
-        output::print(&report.to_markdown())?;
     }
     for reason in report.invalid() {
         output::error(&format!("the run does not count: {reason}"));
     }
     Ok(if report.invalid().is_empty() { Outcome::Done } else { Outcome::Mismatch })
-}
-
-/// What was typed, without the folders of this machine.
-fn command_line() -> String {
-    let bare = |a: String| if a.contains('=') || !a.contains('/') { a } else { file_part(&a) };
-    std::env::args().map(bare).collect::<Vec<_>>().join(" ")
 }
 
 fn file_part(path: &str) -> String {

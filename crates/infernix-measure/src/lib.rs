@@ -16,6 +16,7 @@ pub mod llama;
 pub mod load;
 mod logits;
 mod page;
+pub mod paired;
 mod ppl;
 pub mod reference;
 pub mod replay;

@@ -145,8 +145,12 @@ fn run(server: &Fake, scale: f64, seed: u64) -> (Run, Endpoint, infernix_measure
     }
     let endpoint = Endpoint::connect(&server.url, None, None).unwrap();
     let interrupted = AtomicBool::new(false);
-    let options =
-        RunOptions { timeout: Duration::from_secs(1), interrupted: &interrupted, progress: &|_| {} };
+    let options = RunOptions {
+        timeout: Duration::from_secs(1),
+        interrupted: &interrupted,
+        omit: &[],
+        progress: &|_| {},
+    };
     let run = play(&plan, &endpoint, options).unwrap();
     (run, endpoint, plan)
 }
@@ -159,6 +163,7 @@ fn played(run: Run, arm: &str) -> Played {
         run,
         peak_ram_mib: None,
         peak_vram_mib: None,
+        peak_sm_mhz: None,
         exceeded: None,
     }
 }
@@ -175,6 +180,7 @@ fn a_replay_sends_every_planned_request_and_is_valid() {
         command: "replay".into(),
         plans: vec![plan],
         played: vec![played(run, "a")],
+        omitted: Vec::new(),
         machine: Machine::default(),
     };
     let doc = report.to_json();
@@ -239,6 +245,7 @@ fn a_run_with_any_fault_is_invalid_and_says_which() {
             command: String::new(),
             plans: vec![plan],
             played: vec![played(run, "a")],
+            omitted: Vec::new(),
             machine: Machine::default(),
         };
         let invalid = report.invalid().join(" ");
@@ -333,7 +340,8 @@ fn recorded_traffic_plays_again() {
     assert!(!serde_json::to_string(&plan).unwrap().contains("secret"));
     let endpoint = Endpoint::connect(&server.url, None, None).unwrap();
     let go_on = AtomicBool::new(false);
-    let options = RunOptions { timeout: Duration::from_secs(5), interrupted: &go_on, progress: &|_| {} };
+    let options =
+        RunOptions { timeout: Duration::from_secs(5), interrupted: &go_on, omit: &[], progress: &|_| {} };
     assert_eq!(play(&plan, &endpoint, options).unwrap().rows.len(), 2);
     let away = "0.0.0.0:1".parse().unwrap();
     assert!(proxy::record(&server.url, away, &go_on, |_| {}).is_err(), "a recorder never listens elsewhere");

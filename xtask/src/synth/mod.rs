@@ -30,6 +30,7 @@ The same options give the same bytes. Defaults write about 3.3 GB.
   --tokenizer DIR   where tokenizer files come from (default models/flash-demo-nvfp4)";
 
 /// Why a chore failed.
+#[derive(Debug)]
 pub(crate) enum Failure {
     /// Wrong arguments: exit code 2.
     Usage(String),
@@ -177,7 +178,7 @@ mod tests {
     #[test]
     fn arguments_are_checked() {
         let o =
-            options(&["out", "--layers", "3", "--mtp", "--shard-bytes", "2_000_000"]).ok().expect("valid");
+            options(&["out", "--layers", "3", "--mtp", "--shard-bytes", "2_000_000"]).expect("valid");
         assert_eq!(
             (o.geometry.layers, o.geometry.experts, o.geometry.mtp, o.shard_bytes),
             (3, 512, true, 2_000_000)
@@ -215,7 +216,7 @@ mod tests {
             .expect("valid");
             // Headers are enough to compare names and layout; words are compared in `fill`.
             o.headers_only = true;
-            write::write(&o).ok().expect("written");
+            write::write(&o).expect("written");
             let mut files: Vec<(String, Vec<u8>)> = std::fs::read_dir(&out)
                 .expect("listed")
                 .map(|e| {

@@ -1,10 +1,11 @@
 //! What a report says about the machine, and the time of day.
 
+use super::gpu::Gpu;
 use std::fs;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The processor as the kernel describes it; unknown parts are empty.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Machine {
     /// Model name.
     pub cpu: String,
@@ -16,6 +17,8 @@ pub struct Machine {
     pub memory: u64,
     /// Operating system and kernel version.
     pub system: String,
+    /// NVIDIA cards, as they stood when this was made.
+    pub gpus: Vec<Gpu>,
 }
 
 impl Machine {
@@ -29,18 +32,23 @@ impl Machine {
             features: features(field(&info, "flags").unwrap_or_default()),
             memory: memory("MemTotal"),
             system: format!("{} {}", std::env::consts::OS, release.trim()).trim().to_owned(),
+            gpus: Gpu::all(),
         }
     }
 
     /// The object `machine` of reports.
     pub fn to_json(&self) -> serde_json::Value {
-        serde_json::json!({
+        let mut out = serde_json::json!({
             "cpu": self.cpu,
             "cores": self.cores,
             "features": self.features,
             "memory_bytes": self.memory,
             "system": self.system,
-        })
+        });
+        if !self.gpus.is_empty() {
+            out["gpus"] = self.gpus.iter().map(Gpu::to_json).collect();
+        }
+        out
     }
 }
 

@@ -2,9 +2,11 @@
 //! sampling, an uncounted warm-up of every test, mean and sample standard deviation over repetitions.
 
 pub mod bytes;
+pub mod gpu;
 pub mod limit;
 pub mod machine;
 pub mod render;
+pub mod streams;
 pub mod timed;
 
 use infernix_engine::EngineError;
@@ -83,10 +85,41 @@ pub struct Measured {
     pub test: Test,
     /// Nanoseconds of each repetition.
     pub nanoseconds: Vec<u64>,
+    /// Tokens of each repetition.
+    pub tokens: Vec<u64>,
+    /// Decode rounds of all repetitions, where they were generation.
+    pub rounds: Option<Rounds>,
     /// Start of the first counted repetition, seconds since 1970.
     pub started: u64,
     /// Rates.
     pub rate: Sample,
+}
+
+/// Decode rounds of the answers of a test, summed over streams and repetitions.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Rounds {
+    /// Rounds.
+    pub rounds: u64,
+    /// Tokens they gave; the first token of an answer comes with its prompt.
+    pub tokens: u64,
+    /// Tokens drafted.
+    pub drafted: u64,
+    /// Of these, accepted.
+    pub accepted: u64,
+    /// Time from the end of each prompt to the end of its answer.
+    pub seconds: f64,
+}
+
+impl Rounds {
+    /// Tokens of one round.
+    pub fn tokens_per_round(&self) -> f64 {
+        self.tokens as f64 / self.rounds.max(1) as f64
+    }
+
+    /// Rounds a second of one stream.
+    pub fn per_second(&self) -> f64 {
+        if self.seconds > 0.0 { self.rounds as f64 / self.seconds } else { 0.0 }
+    }
 }
 
 /// Mean, spread and best of a list of rates.
@@ -115,16 +148,26 @@ impl Sample {
 }
 
 impl Measured {
-    /// Of a test's repetitions.
+    /// Of a test's repetitions of one stream, a round a token.
     pub fn new(test: Test, started: u64, nanoseconds: Vec<u64>) -> Measured {
-        let mut m = Measured { test, nanoseconds, started, rate: Sample::default() };
-        m.rate = Sample::of(&m.rates());
-        m
+        let tokens = vec![test.tokens() as u64; nanoseconds.len()];
+        let n = (test.generate * nanoseconds.len()) as u64;
+        let seconds = nanoseconds.iter().sum::<u64>() as f64 / 1e9;
+        let rounds =
+            (test.prompt == 0).then_some(Rounds { rounds: n, tokens: n, seconds, ..Rounds::default() });
+        Measured { test, nanoseconds, tokens, rounds, started, rate: Sample::default() }.rated()
+    }
+
+    /// With the rates of its repetitions.
+    fn rated(mut self) -> Measured {
+        self.rate = Sample::of(&self.rates());
+        self
     }
 
     /// Tokens per second of each repetition.
     pub fn rates(&self) -> Vec<f64> {
-        self.nanoseconds.iter().map(|ns| self.test.tokens() as f64 * 1e9 / (*ns).max(1) as f64).collect()
+        let pairs = self.tokens.iter().zip(&self.nanoseconds);
+        pairs.map(|(n, ns)| *n as f64 * 1e9 / (*ns).max(1) as f64).collect()
     }
 
     /// Mean and spread of the nanoseconds.
@@ -134,13 +177,20 @@ impl Measured {
 }
 
 /// Token ids below a vocabulary size, SplitMix64 of a seed.
-struct Ids {
+#[derive(Clone, Copy, Debug)]
+pub struct Ids {
     state: u64,
     vocab: u64,
 }
 
 impl Ids {
-    fn take(&mut self, n: usize) -> Vec<u32> {
+    /// Ids below `vocab`.
+    pub fn new(seed: u64, vocab: u64) -> Self {
+        Ids { state: seed, vocab }
+    }
+
+    /// The next ids.
+    pub fn take(&mut self, n: usize) -> Vec<u32> {
         let mut draw = || {
             self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
             let x = (self.state ^ self.state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -161,7 +211,7 @@ pub fn measure<B: Backend>(
     settings: Settings,
     go_on: &dyn Fn() -> bool,
 ) -> Result<Option<Measured>, EngineError> {
-    let mut ids = Ids { state: settings.seed, vocab: driver.model.config.vocab };
+    let mut ids = Ids::new(settings.seed, driver.model.config.vocab);
     let mut sequence = driver.open(0)?;
     let result = repeat(driver, &mut sequence, test, settings, &mut ids, go_on);
     driver.close(sequence);

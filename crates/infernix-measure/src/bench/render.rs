@@ -3,7 +3,7 @@
 use super::bytes::ModelBytes;
 use super::machine::{Machine, utc};
 use super::timed::Cost;
-use super::{Measured, Settings};
+use super::{Measured, Rounds, Settings};
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 
@@ -33,12 +33,27 @@ pub struct Subject {
     pub activations: String,
     /// KV format.
     pub kv: String,
+    /// How the engine's scheduler ran the tests; without it one stream is decoded plainly.
+    pub scheduled: Option<Scheduled>,
     /// Seconds from start to a loaded model.
     pub load_seconds: f64,
+    /// How the clocks of a card moved during the run, if they did.
+    pub moved: Option<String>,
     /// The machine.
     pub machine: Machine,
     /// Measured read bandwidth in bytes per second, with as many threads as decode has.
     pub read_limit: Option<f64>,
+}
+
+/// Settings of the engine's scheduler.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scheduled {
+    /// Answers at a time.
+    pub concurrency: usize,
+    /// Who drafts, as on the command line.
+    pub spec: String,
+    /// What answers are held to, in words.
+    pub constraint: Option<String>,
 }
 
 /// Where the time of one test went.
@@ -56,39 +71,52 @@ impl Subject {
     /// Rate at which decode reads weights, as a share of the measured limit; only for generation alone.
     pub fn share_of_limit(&self, m: &Measured) -> Option<f64> {
         let limit = self.read_limit?;
-        (m.test.prompt == 0).then(|| m.rate.best * self.bytes.bytes_per_token as f64 / limit)
+        (m.test.prompt == 0 && self.scheduled.is_none())
+            .then(|| m.rate.best * self.bytes.bytes_per_token as f64 / limit)
     }
 }
 
-/// The table of llama-bench, with the share of the bandwidth limit where it is known.
+/// The table of llama-bench, with the share of the bandwidth limit where it is known; of scheduled tests with streams,
+/// rounds per second of one stream and tokens per round.
 pub fn markdown(s: &Subject, tests: &[Measured]) -> String {
-    let mut rows = vec![vec![
-        "model".to_owned(),
-        "size".into(),
-        "params".into(),
-        "backend".into(),
-        "threads".into(),
-        "test".into(),
-        "t/s".into(),
-        "best t/s".into(),
-        "of limit".into(),
-    ]];
+    let mut head: Vec<&str> = vec!["model", "size", "params", "backend", "threads"];
+    let scheduled = ["streams", "spec", "test", "t/s", "best t/s", "rounds/s", "tok/round"];
+    let plain = ["test", "t/s", "best t/s", "of limit"];
+    head.extend(if s.scheduled.is_some() { &scheduled[..] } else { &plain[..] });
+    let mut rows = vec![head.into_iter().map(str::to_owned).collect::<Vec<_>>()];
     for m in tests {
         let share = s.share_of_limit(m).map_or(String::new(), |x| format!("{:.0} %", 100.0 * x));
-        rows.push(vec![
+        let mut row = vec![
             s.model_type.clone(),
             format!("{:.2} MiB", s.bytes.bytes as f64 / f64::from(1 << 20)),
             format!("{:.2} M", s.bytes.parameters as f64 / 1e6),
             s.backend.clone(),
             if m.test.generate == 0 { s.threads_batch } else { s.threads }.to_string(),
+        ];
+        if let Some(scheduled) = &s.scheduled {
+            row.extend([scheduled.concurrency.to_string(), scheduled.spec.clone()]);
+        }
+        row.extend([
             m.test.label(),
             format!("{:.2} ± {:.2}", m.rate.mean, m.rate.sd),
             format!("{:.2}", m.rate.best),
-            share,
         ]);
+        if s.scheduled.is_some() {
+            let cell = |f: &dyn Fn(&Rounds) -> f64| {
+                m.rounds.as_ref().map_or(String::new(), |r| format!("{:.2}", f(r)))
+            };
+            row.extend([cell(&Rounds::per_second), cell(&Rounds::tokens_per_round)]);
+        } else {
+            row.push(share);
+        }
+        rows.push(row);
     }
-    let right = [false, true, true, false, true, true, true, true, true];
+    let right: Vec<bool> =
+        rows[0].iter().map(|h| !["model", "backend", "spec"].contains(&h.as_str())).collect();
     let mut out = table(&rows, &right);
+    if let Some(held) = s.scheduled.as_ref().and_then(|x| x.constraint.as_ref()) {
+        let _ = writeln!(out, "\nanswers held to {held}; a stream may end early");
+    }
     if let Some(limit) = s.read_limit {
         let _ = writeln!(
             out,
@@ -155,7 +183,7 @@ fn table(rows: &[Vec<String>], right: &[bool]) -> String {
 /// One object of llama-bench's JSON. Keys that have no meaning here are left out, not filled.
 pub fn llama_object(s: &Subject, settings: Settings, m: &Measured) -> Value {
     let time = m.time();
-    json!({
+    let mut out = json!({
         "build_version": env!("CARGO_PKG_VERSION"),
         "cpu_info": s.machine.cpu,
         "backends": s.backend,
@@ -178,7 +206,23 @@ pub fn llama_object(s: &Subject, settings: Settings, m: &Measured) -> Value {
         "stddev_ts": m.rate.sd,
         "samples_ns": m.nanoseconds,
         "samples_ts": m.rates(),
-    })
+    });
+    let gpus: Vec<&str> = s.machine.gpus.iter().map(|g| g.name.as_str()).collect();
+    if !gpus.is_empty() {
+        out["gpu_info"] = json!(gpus.join(", "));
+    }
+    // No name of llama-bench's means these.
+    if let Some(x) = &s.scheduled {
+        out["n_streams"] = json!(x.concurrency);
+        out["spec"] = json!(x.spec);
+        out["constraint"] = json!(x.constraint);
+    }
+    if let Some(r) = &m.rounds {
+        out["n_rounds"] = json!(r.rounds);
+        out["rounds_per_s"] = json!(r.per_second());
+        out["tokens_per_round"] = json!(r.tokens_per_round());
+    }
+    out
 }
 
 /// A header and one line a test, without the sample lists, as llama-bench prints CSV.
@@ -207,7 +251,6 @@ pub fn document(s: &Subject, settings: Settings, tests: &[Measured], breakdowns:
     let limit = s.read_limit;
     let mut tests_json = Vec::new();
     for m in tests {
-        let rounds = m.test.generate;
         let mut t = Map::new();
         t.insert("label".into(), json!(m.test.label()));
         t.insert("n_prompt".into(), json!(m.test.prompt));
@@ -219,11 +262,15 @@ pub fn document(s: &Subject, settings: Settings, tests: &[Measured], breakdowns:
         t.insert("tok_s_best".into(), json!(m.rate.best));
         t.insert("seconds".into(), json!(m.nanoseconds.iter().map(|n| *n as f64 / 1e9).collect::<Vec<_>>()));
         t.insert("tok_s".into(), json!(m.rates()));
-        if m.test.prompt == 0 {
-            // One token a round: nothing drafts here.
-            t.insert("rounds".into(), json!(rounds));
-            t.insert("rounds_per_s_mean".into(), json!(m.rate.mean));
-            t.insert("tokens_per_round".into(), json!(1.0));
+        t.insert("tokens".into(), json!(m.tokens));
+        if let Some(r) = &m.rounds {
+            t.insert("rounds".into(), json!(r.rounds));
+            t.insert("rounds_per_s_mean".into(), json!(r.per_second()));
+            t.insert("tokens_per_round".into(), json!(r.tokens_per_round()));
+            t.insert("drafted".into(), json!(r.drafted));
+            t.insert("accepted".into(), json!(r.accepted));
+        }
+        if m.test.prompt == 0 && s.scheduled.is_none() {
             let rate = m.rate.best * s.bytes.bytes_per_token as f64;
             t.insert("weight_bytes_per_s_best".into(), json!(rate));
             t.insert("share_of_read_limit".into(), json!(s.share_of_limit(m)));
@@ -278,12 +325,16 @@ pub fn document(s: &Subject, settings: Settings, tests: &[Measured], breakdowns:
             "activations": s.activations,
             "kv_dtype": s.kv,
             "prefill_chunk": settings.prefill_chunk,
+            "concurrency": s.scheduled.as_ref().map(|x| x.concurrency),
+            "spec": s.scheduled.as_ref().map(|x| &x.spec),
+            "constraint": s.scheduled.as_ref().and_then(|x| x.constraint.as_ref()),
             "repetitions": settings.repetitions,
             "warm_up": settings.warm_up,
             "seed": settings.seed,
         },
         "tests": tests_json,
         "breakdown": breakdown,
+        "clocks_moved": s.moved,
     })
 }
 
@@ -305,7 +356,9 @@ mod tests {
             threads_batch: 4,
             activations: "artifact".into(),
             kv: "bf16".into(),
+            scheduled: None,
             load_seconds: 0.5,
+            moved: None,
             machine: Machine::default(),
             read_limit: Some(20e9),
         }
@@ -326,6 +379,24 @@ mod tests {
         // 50 tokens/s best x 300 MB = 15 GB/s of 20.
         assert!(lines[3].contains("tg50") && lines[3].contains("75 %"), "{text}");
         assert!(lines.iter().take(4).all(|l| l.chars().count() == lines[0].chars().count()), "{text}");
+    }
+
+    #[test]
+    fn scheduled_tests_show_streams_rounds_and_tokens_a_round() {
+        let scheduled = Scheduled { concurrency: 4, spec: "mtp".into(), constraint: Some("a schema".into()) };
+        let s = Subject { scheduled: Some(scheduled), ..subject() };
+        let mut m = measured(0, 50);
+        m.rounds = Some(Rounds { rounds: 20, tokens: 50, drafted: 60, accepted: 30, seconds: 4.0 });
+        let text = markdown(&s, std::slice::from_ref(&m));
+        for words in ["| streams | spec", "|       4 | mtp", "5.00", "2.50", "held to a schema"] {
+            assert!(text.contains(words), "{words} in\n{text}");
+        }
+        assert!(!text.contains("of limit"), "weights are read once for all streams: {text}");
+        let o = llama_object(&s, SETTINGS, &m);
+        assert_eq!((&o["n_streams"], &o["tokens_per_round"]), (&json!(4), &json!(2.5)));
+        let d = document(&s, SETTINGS, &[m], &[]);
+        assert_eq!((&d["config"]["spec"], &d["tests"][0]["accepted"]), (&json!("mtp"), &json!(30)));
+        assert!(d["tests"][0]["share_of_read_limit"].is_null());
     }
 
     #[test]

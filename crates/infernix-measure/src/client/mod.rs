@@ -113,6 +113,12 @@ impl Endpoint {
         &self.model
     }
 
+    /// The same for reports: a path, as some servers name a file, is cut to its last part.
+    pub fn shown_model(&self) -> &str {
+        let path = self.model.starts_with(['/', '.', '~']);
+        if path { self.model.rsplit('/').next().unwrap_or(&self.model) } else { &self.model }
+    }
+
     /// Scheme, host and port.
     pub fn base(&self) -> &str {
         &self.base

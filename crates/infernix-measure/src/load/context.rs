@@ -128,7 +128,7 @@ pub fn to_json(endpoint: &Endpoint, rows: &[ContextRow], seed: u64) -> Value {
         "schema_version": 1,
         "command": "bench context",
         "url": endpoint.base(),
-        "model_id": endpoint.model(),
+        "model_id": endpoint.shown_model(),
         "seed": seed,
         "prompts": rows.iter().map(ContextRow::to_json).collect::<Vec<_>>(),
     })

@@ -4,6 +4,7 @@
 //! Comparisons against the same reference on the same text share a table and plots; others stand apart, because their
 //! figures do not compare.
 
+mod speed;
 mod svg;
 
 use crate::error::{MeasureError, Result};
@@ -28,13 +29,14 @@ border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}td.l,th.l{text-
 li{margin:.2rem 0}figure{margin:0}code{font-size:.9em;overflow-wrap:anywhere}\
 @media(prefers-color-scheme:dark){body{background:#16181b;color:#ddd}td,th{border-color:#444}small{color:#aaa}}";
 
-/// Joins documents of `kld --json`, `ppl --json` and `bench --json`, each with its file name.
+/// Joins documents of `kld`, `ppl`, `bench`, `bench serve`, `bench context` and `replay`, each with its file name.
 ///
 /// # Errors
 /// A document that is none of these, or of another schema version; the message names the file.
 pub fn page(title: &str, documents: &[(String, Value)]) -> Result<Page> {
     let mut comparisons: BTreeMap<String, Vec<(&str, &Value)>> = BTreeMap::new();
     let (mut perplexities, mut benches) = (Vec::new(), Vec::new());
+    let mut speed = speed::Documents::default();
     for (name, document) in documents {
         let version = document["schema_version"].as_u64();
         if version != Some(u64::from(crate::SCHEMA_VERSION)) {
@@ -47,8 +49,9 @@ pub fn page(title: &str, documents: &[(String, Value)]) -> Result<Page> {
             (Some("kld"), _) => comparisons.entry(key(document)).or_default().push((name, document)),
             (Some("ppl"), _) => perplexities.push((name.as_str(), document)),
             (_, Some("infernix_bench")) => benches.push((name.as_str(), document)),
+            (Some(command), _) if speed.take(command, name, document) => {}
             _ => {
-                let what = format!("{name}: no JSON report of kld, ppl or bench");
+                let what = format!("{name}: no JSON report of kld, ppl, bench or replay");
                 return Err(MeasureError::Options(what));
             }
         }
@@ -65,6 +68,7 @@ pub fn page(title: &str, documents: &[(String, Value)]) -> Result<Page> {
     }
     perplexity(&mut out, &perplexities);
     bench(&mut out, &benches);
+    speed.write(&mut out, &mut plots);
     out.push_str("</body></html>\n");
     Ok(Page { html: out, plots })
 }
@@ -265,7 +269,8 @@ fn notes(out: &mut String, documents: &[(&str, &Value)]) {
         if let Some(cpu) = machine["cpu"].as_str() {
             let _ = write!(text, ": {}, {} cores", escape(cpu), machine["cores"].as_u64().unwrap_or(0));
         }
-        if let Some(gpu) = machine["gpu"].as_str() {
+        let cards = machine["gpus"].as_array().into_iter().flatten().filter_map(|g| g["name"].as_str());
+        for gpu in machine["gpu"].as_str().into_iter().chain(cards) {
             let _ = write!(text, ", {}", escape(gpu));
         }
         if let Some(seconds) = d["seconds"].as_f64().or_else(|| d["timing"]["score_seconds"].as_f64()) {
@@ -330,7 +335,20 @@ fn bench(out: &mut String, documents: &[(&str, &Value)]) {
         return;
     }
     out.push_str("<h2>Throughput</h2>\n<div class=\"t\"><table>\n");
-    row(out, "th", 4, &["file", "model", "backend", "test", "tok/s", "±", "best"].map(String::from));
+    let head = [
+        "file",
+        "model",
+        "backend",
+        "test",
+        "streams",
+        "spec",
+        "tok/s",
+        "±",
+        "best",
+        "rounds/s",
+        "tok/round",
+    ];
+    row(out, "th", 4, &head.map(String::from));
     for (file, d) in documents {
         for t in d["tests"].as_array().into_iter().flatten() {
             let rate = |v: f64| format!("{v:.2}");
@@ -343,9 +361,13 @@ fn bench(out: &mut String, documents: &[(&str, &Value)]) {
                 model,
                 text_of(&d["config"]["backend"]),
                 text_of(&t["label"]),
+                figure(&d["config"]["concurrency"], |v| format!("{v:.0}")),
+                d["config"]["spec"].as_str().map_or("—".into(), escape),
                 figure(&t["tok_s_mean"], rate),
                 figure(&t["tok_s_stddev"], rate),
                 figure(&t["tok_s_best"], rate),
+                figure(&t["rounds_per_s_mean"], rate),
+                figure(&t["tokens_per_round"], rate),
             ];
             row(out, "td", 4, &cells);
         }
@@ -403,7 +425,7 @@ mod tests {
     #[test]
     fn other_documents_are_refused_by_name() {
         let e = page("t", &[("x.json".into(), json!({ "schema_version": 1 }))]).unwrap_err().to_string();
-        assert!(e.contains("x.json") && e.contains("kld, ppl or bench"), "{e}");
+        assert!(e.contains("x.json") && e.contains("kld, ppl, bench or replay"), "{e}");
         assert!(page("t", &[("x.json".into(), json!({ "command": "kld" }))]).is_err());
     }
 }

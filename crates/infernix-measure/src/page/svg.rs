@@ -217,6 +217,19 @@ pub(super) fn lines(
             COLOURS[i % COLOURS.len()],
             DASHES[i % DASHES.len()]
         );
+        // Few points are measurements to be seen, and one alone has no line.
+        if line.points.len() <= 12 {
+            for (px, py) in line.points.iter().filter(|p| p.0.is_finite() && p.1.is_finite()) {
+                let _ = write!(
+                    out,
+                    "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\" fill=\"{}\"><title>{}</title></circle>",
+                    x.at(*px),
+                    y.at(*py),
+                    COLOURS[i % COLOURS.len()],
+                    number(*py)
+                );
+            }
+        }
     }
     legend(&mut out, &names, HEIGHT + 10.0);
     out.push_str("</svg>");

@@ -1,5 +1,6 @@
 //! The servers that a replay compares: given by address, or started by a command and watched.
 
+use crate::bench::gpu::Gpu;
 use crate::client::Endpoint;
 use crate::error::{MeasureError, Result};
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -68,6 +69,7 @@ pub struct Budget {
 struct Watched {
     ram: AtomicU64,
     vram: AtomicU64,
+    sm_mhz: AtomicU64,
     exceeded: OnceLock<String>,
     stop: AtomicBool,
 }
@@ -127,8 +129,12 @@ impl Server {
             let ended = started.child.as_mut().and_then(|c| c.try_wait().ok()).flatten();
             if let Some(status) = ended {
                 return Err(MeasureError::Server(format!(
-                    "{}: the server's command ended with {status} before it answered; its output is in serve.log",
-                    arm.name
+                    "{}: the server's command ended with {status} before it answered; {}",
+                    arm.name,
+                    log.map_or("give --out DIR to keep what it says".into(), |p| format!(
+                        "see {}",
+                        p.display()
+                    ))
                 )));
             }
             match Endpoint::connect(&url, key.clone(), None) {
@@ -154,6 +160,11 @@ impl Server {
     /// Most GPU memory in use while it ran, MiB, where a driver tells.
     pub fn peak_vram_mib(&self) -> Option<u64> {
         Some(self.watched.vram.load(Ordering::Relaxed)).filter(|v| *v > 0)
+    }
+
+    /// Highest clock of the GPU's multiprocessors while it ran, MHz, where a driver tells.
+    pub fn peak_sm_mhz(&self) -> Option<u64> {
+        Some(self.watched.sm_mhz.load(Ordering::Relaxed)).filter(|v| *v > 0)
     }
 
     /// What it took beyond its budget; it was ended then.
@@ -203,11 +214,16 @@ fn free_port() -> Result<u16> {
 }
 
 fn watch(group: Pid, budget: Budget, watched: &Watched) {
+    // Asked once: where there is no driver, no process is started every second.
+    let gpus = !Gpu::all().is_empty();
     while !watched.stop.load(Ordering::Relaxed) {
         let ram = group_rss_mib(group);
         watched.ram.fetch_max(ram, Ordering::Relaxed);
-        let vram = gpu_memory_mib();
+        let cards = if gpus { Gpu::all() } else { Vec::new() };
+        let vram = (!cards.is_empty()).then(|| cards.iter().filter_map(|g| g.memory_used_mib).sum());
         watched.vram.fetch_max(vram.unwrap_or(0), Ordering::Relaxed);
+        let clock = cards.iter().filter_map(|g| g.sm_mhz).max();
+        watched.sm_mhz.fetch_max(clock.unwrap_or(0), Ordering::Relaxed);
         let over = [("RAM", Some(ram), budget.ram_mib), ("GPU memory", vram, budget.vram_mib)];
         for (name, used, limit) in over {
             if let (Some(used), Some(limit)) = (used, limit)
@@ -247,21 +263,6 @@ fn group_rss_mib(group: Pid) -> u64 {
         kib += line.and_then(|l| l.trim().split(' ').next()?.parse::<u64>().ok()).unwrap_or(0);
     }
     kib / 1024
-}
-
-/// Memory in use on all GPUs, as the driver's tool prints it; `None` without one.
-fn gpu_memory_mib() -> Option<u64> {
-    static PRESENT: OnceLock<bool> = OnceLock::new();
-    let ask = || {
-        let out = Command::new("nvidia-smi")
-            .args(["--query-gpu=memory.used", "--format=csv,noheader,nounits"])
-            .output()
-            .ok()
-            .filter(|o| o.status.success())?;
-        let text = String::from_utf8_lossy(&out.stdout).into_owned();
-        Some(text.lines().filter_map(|l| l.trim().parse::<u64>().ok()).sum())
-    };
-    if *PRESENT.get_or_init(|| ask().is_some()) { ask() } else { None }
 }
 
 #[cfg(test)]

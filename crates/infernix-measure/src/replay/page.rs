@@ -35,11 +35,11 @@ pub fn html(report: &Report) -> String {
     for arm in &arms {
         let _ = write!(out, "<span style=\"color:{}\">&#9632;</span> {} &nbsp; ", colour(arm), escape(arm));
     }
-    out.push_str("</p><h2>Time to first token over the run</h2>");
+    out.push_str("</p><h2>Time to first token over the run, seconds</h2>");
     first_tokens(&report.played, &colour, &mut out);
-    out.push_str("<h2>Prompt tokens from cache, by kind of turn</h2>");
+    out.push_str("<h2>Prompt tokens from cache by kind of turn, percent</h2>");
     cache_shares(&report.played, &arms, &colour, &mut out);
-    out.push_str("<h2>Output rate by requests in flight</h2>");
+    out.push_str("<h2>Output by requests in flight, tokens a second</h2>");
     rates(&report.played, &arms, &colour, &mut out);
     for p in &report.played {
         let _ = write!(out, "<h2>Timeline: {}, seed {}</h2>", escape(&p.arm), p.seed);
@@ -176,39 +176,67 @@ fn first_tokens(played: &[Played], colour: &dyn Fn(&str) -> &'static str, out: &
     plot.close();
 }
 
+/// Widest slot of a group of bars: a single group must not fill the page.
+const SLOT: f64 = 160.0;
+
+/// A bar an arm in each group, with its value above it. Groups without a value of any arm stay empty.
+fn groups(
+    plot: &mut Plot<'_>,
+    names: &[String],
+    arms: &[&str],
+    colour: &dyn Fn(&str) -> &'static str,
+    digits: usize,
+    value: &dyn Fn(usize, usize) -> Option<f64>,
+) {
+    let slot = ((WIDTH - LEFT - 8.0) / names.len().max(1) as f64).min(SLOT);
+    let width = slot * 0.8 / arms.len().max(1) as f64;
+    for (i, name) in names.iter().enumerate() {
+        for (k, arm) in arms.iter().enumerate() {
+            let Some(v) = value(i, k) else { continue };
+            let (x, y) = (LEFT + slot * (i as f64 + 0.1) + width * k as f64, plot.y(v));
+            let _ = write!(
+                plot.out,
+                "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{:.1}\" fill=\"{}\"><title>{}, {}: {v:.1}</title></rect>",
+                plot.y(0.0) - y,
+                colour(arm),
+                escape(arm),
+                escape(name)
+            );
+            // A label wider than its bar would run into the next one.
+            if width >= 24.0 {
+                let _ = write!(
+                    plot.out,
+                    "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{v:.digits$}</text>",
+                    x + width / 2.0,
+                    y - 4.0
+                );
+            }
+        }
+        let x = LEFT + slot * (i as f64 + 0.5);
+        // Every second one a line lower, where names are longer than their slots.
+        let low = if i % 2 == 1 && slot < 90.0 { 14.0 } else { 0.0 };
+        let y = plot.height + 16.0 + low;
+        let _ =
+            write!(plot.out, "<text x=\"{x:.1}\" y=\"{y}\" text-anchor=\"middle\">{}</text>", escape(name));
+    }
+}
+
 fn cache_shares(played: &[Played], arms: &[&str], colour: &dyn Fn(&str) -> &'static str, out: &mut String) {
     let mut classes: Vec<_> = played.iter().flat_map(|p| p.run.rows.iter().map(|r| r.class)).collect();
     classes.sort_unstable();
     classes.dedup();
-    let groups = classes.len().max(1) as f64;
-    let plot = Plot::open(out, 220.0, (groups, 100.0), "", "Share of prompt tokens from cache in percent");
-    let slot = (WIDTH - LEFT - 8.0) / groups;
-    for (i, class) in classes.iter().enumerate() {
-        for (k, arm) in arms.iter().enumerate() {
-            let own = played.iter().filter(|p| p.arm == *arm).flat_map(|p| &p.run.rows);
-            let (mut cached, mut prompt) = (0, 0);
-            for u in own.filter(|r| r.class == *class).filter_map(|r| r.exchange.answer.usage) {
-                cached += u.cached;
-                prompt += u.prompt;
-            }
-            let share = if prompt > 0 { 100.0 * cached as f64 / prompt as f64 } else { 0.0 };
-            let width = slot * 0.8 / arms.len() as f64;
-            let x = LEFT + slot * (i as f64 + 0.1) + width * k as f64;
-            let y = plot.y(share);
-            let _ = write!(
-                plot.out,
-                "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{:.1}\" fill=\"{}\"><title>{} {}: {share:.1} %</title></rect>",
-                plot.y(0.0) - y,
-                colour(arm),
-                escape(arm),
-                class.name()
-            );
+    let names: Vec<String> = classes.iter().map(|c| c.name().to_owned()).collect();
+    let mut plot = Plot::open(out, 220.0, (1.0, 100.0), "", "Share of prompt tokens from cache in percent");
+    let share = |i: usize, k: usize| {
+        let own = played.iter().filter(|p| p.arm == arms[k]).flat_map(|p| &p.run.rows);
+        let (mut cached, mut prompt) = (0, 0);
+        for u in own.filter(|r| r.class == classes[i]).filter_map(|r| r.exchange.answer.usage) {
+            cached += u.cached;
+            prompt += u.prompt;
         }
-        let x = LEFT + slot * (i as f64 + 0.5);
-        let y = 236.0 + if i % 2 == 1 { 14.0 } else { 0.0 };
-        let _ =
-            write!(plot.out, "<text x=\"{x:.1}\" y=\"{y}\" text-anchor=\"middle\">{}</text>", class.name());
-    }
+        (prompt > 0).then(|| 100.0 * cached as f64 / prompt as f64)
+    };
+    groups(&mut plot, &names, arms, colour, 0, &share);
     plot.close();
 }
 
@@ -217,32 +245,14 @@ fn rates(played: &[Played], arms: &[&str], colour: &dyn Fn(&str) -> &'static str
     let by_arm: Vec<Vec<(usize, f64)>> = arms.iter().map(|arm| by_flight(played, arm)).collect();
     let most = by_arm.iter().flatten().map(|p| p.0).max().unwrap_or(1);
     let fastest = by_arm.iter().flatten().map(|p| p.1).fold(0.0, f64::max);
-    let plot = Plot::open(
-        out,
-        220.0,
-        (most as f64, fastest),
-        "requests in flight",
-        "Output tokens per second by requests in flight",
-    );
-    for (arm, points) in arms.iter().zip(&by_arm) {
-        let line: Vec<String> =
-            points.iter().map(|(n, v)| format!("{:.1},{:.1}", plot.x(*n as f64), plot.y(*v))).collect();
-        let _ = write!(
-            plot.out,
-            "<polyline points=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"2\"/>",
-            line.join(" "),
-            colour(arm)
-        );
-        for (n, v) in points {
-            let (x, y) = (plot.x(*n as f64), plot.y(*v));
-            let _ = write!(
-                plot.out,
-                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\" fill=\"{}\"><title>{} at {n}: {v:.1} tok/s</title></circle>",
-                colour(arm),
-                escape(arm)
-            );
-        }
-    }
+    let names: Vec<String> =
+        (1..=most).map(|n| format!("{n} request{}", if n == 1 { "" } else { "s" })).collect();
+    let label = "Output tokens per second by requests in flight";
+    // Room above the highest bar for its label.
+    let mut plot = Plot::open(out, 220.0, (1.0, fastest * 1.05), "", label);
+    let rate = |i: usize, k: usize| by_arm[k].iter().find(|p| p.0 == i + 1).map(|p| p.1);
+    let digits = usize::from(fastest < 100.0);
+    groups(&mut plot, &names, arms, colour, digits, &rate);
     plot.close();
 }
 

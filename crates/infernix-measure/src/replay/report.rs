@@ -3,6 +3,7 @@
 use super::metrics::{FIGURES, Kind, classes, cold, figures, intervals};
 use super::plan::Plan;
 use super::runner::Run;
+use crate::bench::gpu::{Gpu, moved};
 use crate::bench::machine::Machine;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
@@ -26,6 +27,8 @@ pub struct Played {
     pub peak_ram_mib: Option<u64>,
     /// Most GPU memory in use, MiB.
     pub peak_vram_mib: Option<u64>,
+    /// Highest clock of the GPU, MHz.
+    pub peak_sm_mhz: Option<u64>,
     /// Memory taken beyond the budget.
     pub exceeded: Option<String>,
 }
@@ -72,6 +75,8 @@ pub struct Report {
     pub plans: Vec<Plan>,
     /// Every run, in the order they were made.
     pub played: Vec<Played>,
+    /// Fields left out of every request.
+    pub omitted: Vec<String>,
     /// The machine of the client.
     pub machine: Machine,
 }
@@ -149,6 +154,12 @@ impl Report {
         reasons
     }
 
+    /// How the GPU's highest clock differed between runs, if it did: their times then do not compare.
+    pub fn clocks_moved(&self) -> Option<String> {
+        let peak = |p: &Played| p.peak_sm_mhz.map(|mhz| vec![Gpu { sm_mhz: Some(mhz), ..Gpu::default() }]);
+        moved(&self.played.iter().filter_map(peak).collect::<Vec<_>>())
+    }
+
     /// The JSON document of docs/replay.md.
     pub fn to_json(&self) -> Value {
         let invalid = self.invalid();
@@ -172,6 +183,7 @@ impl Report {
                     "notes": p.run.notes.len(),
                     "peak_ram_mib": p.peak_ram_mib,
                     "peak_vram_mib": p.peak_vram_mib,
+                    "peak_sm_mhz": p.peak_sm_mhz,
                 })
             });
             json!({
@@ -198,7 +210,9 @@ impl Report {
             "seeds": self.plans.iter().map(|p| p.seed).collect::<Vec<_>>(),
             "scale": first.map(|p| f64::from(p.scale_milli) / 1000.0),
             "context": first.map(|p| p.context),
+            "omitted_fields": self.omitted,
             "machine": self.machine.to_json(),
+            "clocks_moved": self.clocks_moved(),
             "arms": self.cells().iter().map(arm).collect::<Vec<_>>(),
         })
     }
@@ -220,6 +234,9 @@ impl Report {
         let invalid = self.invalid();
         if !invalid.is_empty() {
             let _ = writeln!(out, "**Invalid**: {}\n", invalid.join("; "));
+        }
+        if let Some(what) = self.clocks_moved() {
+            let _ = writeln!(out, "**Clocks moved**: {what} between runs\n");
         }
         let others = cells.get(1..).unwrap_or_default();
         let mut head = vec!["Metric".to_owned()];
@@ -247,6 +264,9 @@ impl Report {
             &self.plan_hash()[..16],
             self.machine.cpu,
         );
+        if !self.omitted.is_empty() {
+            let _ = writeln!(out, "\nLeft out of every request: {}.", self.omitted.join(", "));
+        }
         out
     }
 
@@ -280,7 +300,7 @@ impl Report {
 }
 
 /// Seconds with two decimals, rates and shares with one, counts with none.
-fn show((mean, low, high): (f64, f64, f64), unit: &str, kind: Kind) -> String {
+pub(crate) fn show((mean, low, high): (f64, f64, f64), unit: &str, kind: Kind) -> String {
     let digits = match (unit, kind) {
         ("s" | "min", _) => 2,
         (_, Kind::Count) => usize::from(mean.fract() != 0.0),

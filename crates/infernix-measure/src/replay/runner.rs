@@ -115,6 +115,8 @@ pub struct RunOptions<'a> {
     pub timeout: Duration,
     /// Set from outside to stop.
     pub interrupted: &'a AtomicBool,
+    /// Fields of the body that are left out, for servers that refuse what OpenAI does not have.
+    pub omit: &'a [String],
     /// Hears of each end.
     pub progress: &'a (dyn Fn(&Row) + Sync),
 }
@@ -493,6 +495,9 @@ impl Conversation<'_> {
         if tools && !self.persona.tools.is_empty() {
             body["tools"] = self.persona.tools.clone().into();
             body["tool_choice"] = json!("auto");
+        }
+        if let Some(fields) = body.as_object_mut() {
+            fields.retain(|name, _| !shared.options.omit.contains(name));
         }
         let limit = abort_after.map_or(shared.options.timeout, Duration::from_secs_f64);
         let exchange = shared.endpoint.stream(PATH, &body, limit);

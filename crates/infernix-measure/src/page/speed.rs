@@ -1,0 +1,288 @@
+//! Servers on the page: load, context lengths, replays. Runs of the same work share a table, whatever machine and file
+//! they come from; others stand apart, because their figures do not compare.
+
+use super::svg::{self, Line, escape};
+use super::{figure, notes, row, text_of};
+use crate::replay::metrics::{FIGURES, Kind};
+use crate::replay::report::show;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+type Named<'a> = (&'a str, &'a Value);
+
+/// Documents of servers, by the work they did.
+#[derive(Default)]
+pub(super) struct Documents<'a> {
+    loads: BTreeMap<String, Vec<Named<'a>>>,
+    contexts: Vec<Named<'a>>,
+    replays: BTreeMap<String, Vec<Named<'a>>>,
+}
+
+/// What one engine did, from whichever file.
+struct Column<'a> {
+    head: String,
+    arm: &'a Value,
+}
+
+impl<'a> Documents<'a> {
+    /// Takes a document of one of the commands; says whether it is one.
+    pub(super) fn take(&mut self, command: &str, name: &'a str, d: &'a Value) -> bool {
+        match command {
+            "bench serve" => {
+                let key = ["endpoint", "dataset", "num_prompts", "seed"].map(|k| d[k].to_string()).join(" ");
+                self.loads.entry(key).or_default().push((name, d));
+            }
+            "bench context" => self.contexts.push((name, d)),
+            "replay" => {
+                let key = ["plan_hash", "context", "scale"].map(|k| d[k].to_string()).join(" ");
+                self.replays.entry(key).or_default().push((name, d));
+            }
+            _ => return false,
+        }
+        true
+    }
+
+    /// Tables and plots of all.
+    pub(super) fn write(&self, out: &mut String, plots: &mut Vec<(String, String)>) {
+        for (number, group) in self.loads.values().enumerate() {
+            load(out, plots, group, number + 1);
+        }
+        contexts(out, &self.contexts);
+        for group in self.replays.values() {
+            replay(out, group);
+        }
+    }
+}
+
+/// What a run is called: its label, else the model's name, with the file where several ran the same.
+fn name(file: &str, d: &Value) -> String {
+    let known = d["label"].as_str().or_else(|| d["model_id"].as_str()).unwrap_or("?");
+    format!("{known} ({file})")
+}
+
+fn load(out: &mut String, plots: &mut Vec<(String, String)>, group: &[Named<'_>], number: usize) {
+    let first = group[0].1;
+    let _ = write!(
+        out,
+        "<h2>Load on servers</h2>\n<p>{} requests to <code>{}</code>, {}.</p>\n<div class=\"t\"><table>\n",
+        first["num_prompts"],
+        text_of(&first["endpoint"]),
+        escape(&dataset(&first["dataset"]))
+    );
+    let head = [
+        "server",
+        "rate",
+        "in flight",
+        "failed",
+        "req/s",
+        "output tok/s",
+        "cached",
+        "TTFT mean",
+        "median",
+        "TPOT mean",
+        "E2EL mean",
+    ];
+    row(out, "th", 1, &head.map(String::from));
+    let ms = |v: f64| format!("{v:.1} ms");
+    let mut lines: Vec<Line> = Vec::new();
+    for (file, d) in group {
+        let rate = d["request_rate"].as_f64().map_or("at once".into(), |v| format!("{v}/s"));
+        let cached = d["total_cached_tokens"].as_f64().zip(d["total_input_tokens"].as_f64());
+        row(
+            out,
+            "td",
+            1,
+            &[
+                escape(&name(file, d)),
+                rate,
+                figure(&d["max_concurrency"], |v| format!("{v:.0}")),
+                figure(&d["failed"], |v| format!("{v:.0}")),
+                figure(&d["request_throughput"], |v| format!("{v:.2}")),
+                figure(&d["output_throughput"], |v| format!("{v:.1}")),
+                cached.map_or("—".into(), |(c, n)| format!("{:.0} %", 100.0 * c / n.max(1.0))),
+                figure(&d["mean_ttft_ms"], ms),
+                figure(&d["median_ttft_ms"], ms),
+                figure(&d["mean_tpot_ms"], ms),
+                figure(&d["mean_e2el_ms"], ms),
+            ],
+        );
+        let known = d["label"].as_str().or_else(|| d["model_id"].as_str()).unwrap_or("?");
+        if let Some(point) = d["max_concurrency"].as_f64().zip(d["output_throughput"].as_f64()) {
+            match lines.iter_mut().find(|l| l.name == known) {
+                Some(line) => line.points.push(point),
+                None => lines.push(Line { name: known.to_owned(), points: vec![point] }),
+            }
+        }
+    }
+    out.push_str("</table></div>\n");
+    notes(out, group);
+    for line in &mut lines {
+        line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    }
+    // A curve needs two loads; one is in the table.
+    if lines.iter().any(|l| l.points.len() > 1) {
+        let svg =
+            svg::lines("Output by requests in flight", "requests in flight", "tok/s", &[], false, &lines);
+        let _ = writeln!(out, "<figure>{svg}</figure>");
+        plots.push((format!("{number}-load.svg"), svg));
+    }
+}
+
+/// A dataset in words.
+fn dataset(d: &Value) -> String {
+    let Some(map) = d.as_object() else { return "an unnamed dataset".into() };
+    let plain = |v: &Value| v.as_str().map_or_else(|| v.to_string(), str::to_owned);
+    map.iter()
+        .filter(|(_, v)| !v.is_null())
+        .map(|(k, v)| format!("{k} {}", plain(v)))
+        .collect::<Vec<_>>()
+        .join(", ")
+}
+
+fn contexts(out: &mut String, documents: &[Named<'_>]) {
+    if documents.is_empty() {
+        return;
+    }
+    out.push_str("<h2>Context lengths</h2>\n<div class=\"t\"><table>\n");
+    let head = ["server", "prompt tokens", "TTFT", "output tokens", "decode tok/s", "rounds/s"];
+    row(out, "th", 1, &head.map(String::from));
+    for (file, d) in documents {
+        for p in d["prompts"].as_array().into_iter().flatten() {
+            let cells = [
+                escape(&name(file, d)),
+                figure(&p["prompt_tokens"], |v| format!("{v:.0}")),
+                figure(&p["ttft_s"], |v| format!("{v:.2} s")),
+                figure(&p["output_tokens"], |v| format!("{v:.0}")),
+                figure(&p["decode_tok_s"], |v| format!("{v:.1}")),
+                figure(&p["rounds_per_s"], |v| format!("{v:.1}")),
+            ];
+            row(out, "td", 1, &cells);
+        }
+    }
+    out.push_str("</table></div>\n");
+    notes(out, documents);
+}
+
+fn replay(out: &mut String, group: &[Named<'_>]) {
+    let first = group[0].1;
+    let plan = first["plan_hash"].as_str().unwrap_or("?");
+    let seeds = first["seeds"].as_array().map_or(0, Vec::len);
+    let _ = write!(
+        out,
+        "<h2>Agent replay</h2>\n<p>{} at scale {}, context {}, {seeds} seed{}, plan <code>{}</code>. Cells: mean over \
+         runs (least-greatest).</p>\n",
+        text_of(&first["scenario"]),
+        first["scale"],
+        first["context"],
+        if seeds == 1 { "" } else { "s" },
+        escape(plan.get(..16).unwrap_or(plan))
+    );
+    for (file, d) in group {
+        for reason in d["invalid_reasons"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+            let _ = writeln!(out, "<p><b>Invalid</b> ({}): {}</p>", escape(file), escape(reason));
+        }
+    }
+    let several = group.len() > 1;
+    let mut columns: Vec<Column<'_>> = Vec::new();
+    for (file, d) in group {
+        for arm in d["arms"].as_array().into_iter().flatten() {
+            let mut head = text_of(&arm["name"]);
+            if several {
+                let _ = write!(head, "<br><small>{}</small>", escape(file));
+            }
+            columns.push(Column { head, arm });
+        }
+    }
+    out.push_str("<div class=\"t\"><table>\n");
+    let mut head = vec!["figure".to_owned()];
+    head.extend(columns.iter().map(|c| c.head.clone()));
+    row(out, "th", 1, &head);
+    let counts = |label: &str, key: &str, out: &mut String| {
+        let mut cells = vec![label.to_owned()];
+        cells.extend(columns.iter().map(|c| figure(&c.arm[key], |v| format!("{v:.0}"))));
+        row(out, "td", 1, &cells);
+    };
+    counts("Requests", "requests", out);
+    counts("Failed", "failed", out);
+    let mut model = vec!["Model".to_owned()];
+    model.extend(columns.iter().map(|c| text_of(&c.arm["model"])));
+    row(out, "td", 1, &model);
+    for (key, label, unit, kind) in FIGURES {
+        let cells: Vec<Option<String>> =
+            columns.iter().map(|c| cell(&c.arm["metrics"][key], unit, kind)).collect();
+        if cells.iter().any(Option::is_some) {
+            let mut line = vec![escape(label)];
+            line.extend(cells.into_iter().map(|c| c.unwrap_or("—".into())));
+            row(out, "td", 1, &line);
+        }
+    }
+    out.push_str("</table></div>\n");
+    notes(out, group);
+}
+
+fn cell(v: &Value, unit: &str, kind: Kind) -> Option<String> {
+    let n = |k: &str| v[k].as_f64();
+    Some(show((n("mean")?, n("min")?, n("max")?), unit, kind))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::page;
+    use serde_json::{Value, json};
+
+    fn replay(hash: &str, arm: &str, cpu: &str) -> Value {
+        let ttft = json!({ "mean": 1.25, "min": 1.0, "max": 1.5, "runs": [1.0, 1.5] });
+        json!({
+            "schema_version": 1, "command": "replay", "valid": false, "invalid_reasons": ["<b> failed"], "plan_hash": hash,
+            "scenario": "agentic_ab", "scale": 0.1, "context": 4096, "seeds": [42, 43], "machine": { "cpu": cpu, "cores": 2 },
+            "arms": [{ "name": arm, "model": "m", "requests": 49, "failed": 1, "metrics": { "ttft_mean_s": ttft, "wall_min": null } }],
+        })
+    }
+
+    #[test]
+    fn replays_of_one_plan_from_two_machines_share_a_table_and_others_do_not() {
+        let documents = [
+            ("a.json".to_owned(), replay("0123456789abcdef0", "ours", "EPYC")),
+            ("b.json".to_owned(), replay("0123456789abcdef0", "theirs", "Xeon")),
+            ("c.json".to_owned(), replay("fedcba9876543210f", "ours", "EPYC")),
+        ];
+        let html = page("t", &documents).unwrap().html;
+        assert_eq!(html.matches("<h2>Agent replay</h2>").count(), 2);
+        let first = html.split("<h2>Agent replay</h2>").nth(1).unwrap();
+        for words in ["ours", "theirs", "a.json", "b.json", "1.25 s (1.00-1.50)", "Xeon", "EPYC", "2 seeds"] {
+            assert!(first.contains(words), "{words}");
+        }
+        assert!(html.contains("&lt;b&gt; failed") && !html.contains("<b> failed"));
+        assert!(!html.contains("Wall time"), "a figure that nobody has takes no row");
+    }
+
+    #[test]
+    fn loads_of_the_same_work_share_a_table_and_make_a_curve() {
+        let run = |label: &str, n: u64, rate: f64| {
+            json!({
+                "schema_version": 1, "command": "bench serve", "label": label, "model_id": "m", "endpoint": "/v1/chat/completions",
+                "dataset": { "name": "random", "input_len": 128 }, "num_prompts": 8, "seed": 0, "request_rate": "inf",
+                "max_concurrency": n, "failed": 0, "request_throughput": 1.0, "output_throughput": rate, "mean_ttft_ms": 12.5,
+                "total_input_tokens": 100, "total_cached_tokens": 25, "machine": { "cpu": "EPYC", "cores": 2 },
+            })
+        };
+        let documents: Vec<(String, Value)> = [("ours", 1, 10.0), ("ours", 4, 30.0), ("theirs", 1, 9.0)]
+            .iter()
+            .enumerate()
+            .map(|(i, (l, n, r))| (format!("{i}.json"), run(l, *n, *r)))
+            .collect();
+        let page = page("t", &documents).unwrap();
+        assert_eq!(page.html.matches("<h2>Load on servers</h2>").count(), 1);
+        assert!(
+            page.html.contains("input_len 128")
+                && page.html.contains("25 %")
+                && page.html.contains("at once")
+        );
+        let plot = &page.plots[0];
+        assert_eq!(plot.0, "1-load.svg");
+        assert_eq!(plot.1.matches("<circle").count(), 3, "one point alone is seen too");
+        // A single load of each server needs no curve.
+        assert!(super::super::page("t", &documents[1..]).unwrap().plots.is_empty());
+    }
+}
