@@ -320,6 +320,11 @@ fn plans_are_the_same_on_every_run_and_machine() {
     assert_eq!(plans[0]["plan_hash"], PLAN_42);
     assert_ne!(plans[0]["plan_hash"], plans[1]["plan_hash"]);
     assert_eq!(plan(&["--seed-list", "42"])["plans"][0]["plan_hash"], PLAN_42);
+    let full =
+        infernix(["replay", "--dry-run", "--json", "--profile", "full", "--context", "4096"]).ok().json();
+    assert_eq!((&full["plans"][0]["requests"], &full["plans"][0]["aborted"]), (&json!(130), &json!(1)));
+    infernix(["replay", "--dry-run", "--profile", "full", "--scale", "0.5"]).ends(2);
+    infernix(["replay", "--dry-run", "--omit", "messages"]).fails(2, &["--omit messages"]);
     infernix(["replay", "--scale", "0"]).fails(2, &["--scale"]);
     infernix(["replay", "--dry-run", "--context", "100"]).fails(2, &["--context"]);
     infernix(["replay", "--dry-run", "--seeds", "2", "--seed-list", "1"]).ends(2);

@@ -13,8 +13,8 @@ mod load;
 
 pub(crate) use export::{ExportArgs, ExportTo};
 pub(crate) use load::{
-    BenchContextArgs, BenchMode, BenchServeArgs, DatasetKind, FetchArgs, Ramp, RecordArgs, ReplayArgs,
-    ReplayMode, Route, ServerArgs, TextsArg,
+    BenchContextArgs, BenchMode, BenchServeArgs, DatasetKind, FetchArgs, Profile, Ramp, RecordArgs,
+    ReplayArgs, ReplayMode, Route, ServerArgs, TextsArg,
 };
 
 /// Convert, verify, measure and serve Qwen hybrid models on one GPU or a CPU.

@@ -198,6 +198,16 @@ pub(crate) struct RecordArgs {
     pub(crate) output: PathBuf,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Profile {
+    /// 49 requests, as --scale 0.1
+    Quick,
+    /// The 68 requests of published figures, as --scale 0.5
+    Published,
+    /// Every kind of turn, copies, edits, reviewers and the abort with them: 130 requests, as --scale 1
+    Full,
+}
+
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct ReplayArgs {
@@ -218,6 +228,9 @@ pub(crate) struct ReplayArgs {
     /// Seeds, explicitly
     #[arg(long, value_name = "SEED", value_delimiter = ',')]
     pub(crate) seed_list: Vec<u64>,
+    /// How much of the scenario, by name
+    #[arg(long, value_enum, conflicts_with = "scale")]
+    pub(crate) profile: Option<Profile>,
     /// Share of the scenario's turns
     #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
     pub(crate) scale: f64,

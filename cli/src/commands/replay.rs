@@ -1,7 +1,7 @@
 //! `infernix replay`: the agent workload against one or several servers.
 
 use super::load::api_key;
-use crate::args::{RecordArgs, ReplayArgs, ReplayMode, TextsArg};
+use crate::args::{Profile, RecordArgs, ReplayArgs, ReplayMode, TextsArg};
 use crate::output::{self, usage};
 use crate::{INTERRUPTED, Outcome};
 use anyhow::Context as _;
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
     if let Some(field) = args.omit.iter().find(|f| !SENT.contains(&f.as_str())) {
         return Err(usage(format!("--omit {field}: these can be left out: {}", SENT.join(", "))));
     }
-    if !(args.scale > 0.0 && args.scale <= 4.0) {
+    if !(scale(args) > 0.0 && scale(args) <= 4.0) {
         return Err(usage("--scale must lie above 0 and at most at 4"));
     }
     let arms = arms(args)?;
@@ -158,6 +158,15 @@ fn arms(args: &ReplayArgs) -> anyhow::Result<Vec<Arm>> {
     Ok(arms)
 }
 
+fn scale(args: &ReplayArgs) -> f64 {
+    match args.profile {
+        Some(Profile::Quick) => 0.1,
+        Some(Profile::Published) => 0.5,
+        Some(Profile::Full) => 1.0,
+        None => args.scale,
+    }
+}
+
 fn make_plans(args: &ReplayArgs, seeds: &[u64], context: usize) -> anyhow::Result<Vec<Plan>> {
     if args.scenario != "agentic_ab" {
         let path = PathBuf::from(&args.scenario);
@@ -175,7 +184,10 @@ fn make_plans(args: &ReplayArgs, seeds: &[u64], context: usize) -> anyhow::Resul
         Some(dir) => Corpus::folder(dir)?,
         None => Corpus::embedded()?,
     };
-    Ok(seeds.iter().map(|&seed| agentic(&corpus, PlanOptions { seed, scale: args.scale, context })).collect())
+    Ok(seeds
+        .iter()
+        .map(|&seed| agentic(&corpus, PlanOptions { seed, scale: scale(args), context }))
+        .collect())
 }
 
 fn dry_run(args: &ReplayArgs, plans: &[Plan]) -> anyhow::Result<Outcome> {

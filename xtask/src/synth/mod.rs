@@ -177,8 +177,7 @@ mod tests {
 
     #[test]
     fn arguments_are_checked() {
-        let o =
-            options(&["out", "--layers", "3", "--mtp", "--shard-bytes", "2_000_000"]).expect("valid");
+        let o = options(&["out", "--layers", "3", "--mtp", "--shard-bytes", "2_000_000"]).expect("valid");
         assert_eq!(
             (o.geometry.layers, o.geometry.experts, o.geometry.mtp, o.shard_bytes),
             (3, 512, true, 2_000_000)
