@@ -1,5 +1,5 @@
 // Row operations: norms, rope, convolution, gates, embedding, combine. One rounding each, at the store.
-#include "common.cuh"
+#include "row_ops.cuh"
 
 // y = bf16(x * rstd * (w or 1 + w)); `groups` equal parts of the row, each normed by itself. grid (groups, rows).
 extern "C" __global__ void __launch_bounds__(256) rms_norm(const u16* __restrict__ x, const u16* __restrict__ w, u16* __restrict__ y,
@@ -57,23 +57,7 @@ extern "C" __global__ void __launch_bounds__(128) head_norm_rope(const u16* __re
   const int r = job / heads, h = job - r * heads;
   const u16* xr = x + (size_t)r * x_pitch + (size_t)h * x_head;
   u16* yr = y + (size_t)r * y_pitch + (size_t)h * y_head;
-  float s = 0;
-  for (int i = lane; i < d; i += 32) {
-    const float v = bf2f(xr[i]);
-    buf[warp][i] = v;
-    s = fmaf(v, v, s);
-  }
-  s = warp_sum(s);
-  const float rs = 1.0f / sqrtf(s / (float)d + eps);
-  for (int i = lane; i < d; i += 32) buf[warp][i] = buf[warp][i] * rs * (1.0f + bf2f(w[i]));
-  __syncwarp();
-  const float* cs = table + (size_t)r * 2 * half;
-  for (int i = lane; i < d; i += 32) {
-    float v = buf[warp][i];
-    if (i < half) v = v * cs[i] - buf[warp][i + half] * cs[half + i];
-    else if (i < 2 * half) v = v * cs[i - half] + buf[warp][i - half] * cs[half + i - half];
-    yr[i] = f2bf(v);
-  }
+  rotated_head(xr, w, table + (size_t)r * 2 * half, buf[warp], d, half, lane, eps, [&](int i, u16 v, u16 u) { *(u32*)(yr + i) = v | (u32)u << 16; });
 }
 
 // Causal depthwise convolution of four taps and silu, one rounding. x [rows][C] of one sequence, state [3][C] (the three
@@ -121,21 +105,8 @@ extern "C" __global__ void __launch_bounds__(128) gated_norm(const u16* __restri
   const int r = job / heads, h = job - r * heads;
   const u16* orow = o + (size_t)r * o_pitch + h * d;
   const u16* zrow = z + (size_t)r * z_pitch + h * d;
-  float v[8], s = 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    v[i] = i * 32 < d ? bf2f(orow[i * 32 + lane]) : 0.0f;
-    s = fmaf(v[i], v[i], s);
-  }
-  s = warp_sum(s);
-  const float rs = 1.0f / sqrtf(s / (float)d + eps);
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    if (i * 32 < d) {
-      const float a = bf2f(zrow[i * 32 + lane]);
-      y[(size_t)r * y_pitch + h * d + i * 32 + lane] = f2bf(v[i] * rs * bf2f(w[i * 32 + lane]) * (sigmoid ? sigmoidf(a) : siluf(a)));
-    }
-  }
+  u16* yr = y + (size_t)r * y_pitch + h * d;
+  gated_head(orow, zrow, w, d, lane, eps, sigmoid, [&](int i, u16 v) { yr[i] = v; });
 }
 
 // y = bf16(silu(g) * u). grid (n/512, rows).
@@ -146,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* __restrict__
   const int i = (blockIdx.x * 256 + threadIdx.x) * 2, r = blockIdx.y;
   if (i >= n) return;
   const u32 a = *(const u32*)(g + (size_t)r * g_pitch + i), b = *(const u32*)(u + (size_t)r * u_pitch + i);
-  *(u32*)(y + (size_t)r * y_pitch + i) = pack_bf(siluf(bf_lo(a)) * bf_lo(b), siluf(bf_hi(a)) * bf_hi(b));
+  *(u32*)(y + (size_t)r * y_pitch + i) = swiglu2(a, b);
 }
 
 // y = bf16(o * sigma(gate)), gate of head h at gate + r * g_pitch + h * g_head. grid (heads*d/256, rows).
@@ -212,16 +183,20 @@ extern "C" __global__ void __launch_bounds__(256) combine(const u16* __restrict_
   }
 }
 
-// R_s = bf16(fma(b_s, y, R_s)), four streams in place. grid (n/256, rows).
-extern "C" __global__ void __launch_bounds__(256) inject(const u16* __restrict__ y, const float* __restrict__ b, u16* __restrict__ R, int n) {
+// out_s = bf16(fma(b_s, y, R_s)), four streams; out may be R. Eight values a thread; n a multiple of 8. grid (n/2048, rows).
+extern "C" __global__ void __launch_bounds__(256) inject(const u16* __restrict__ y, const float* __restrict__ b, const u16* R, u16* out, int n) {
   pdl_launch();
   pdl_wait();
-  const int i = blockIdx.x * 256 + threadIdx.x, r = blockIdx.y;
+  const int i = (blockIdx.x * 256 + threadIdx.x) * 8, r = blockIdx.y;
   if (i >= n) return;
-  const float v = bf2f(y[(size_t)r * n + i]);
+  const uint4 v = *(const uint4*)(y + (size_t)r * n + i);
+  uint4 w[4];
+#pragma unroll
+  for (int s = 0; s < 4; s++) w[s] = *(const uint4*)(R + ((size_t)r * 4 + s) * n + i);
 #pragma unroll
   for (int s = 0; s < 4; s++) {
-    u16* p = R + ((size_t)r * 4 + s) * n + i;
-    *p = f2bf(fmaf(b[r * 4 + s], v, bf2f(*p)));
+    const float f = b[r * 4 + s];
+    auto add = [&](u32 a, u32 x) { return pack_bf(fmaf(f, bf_lo(x), bf_lo(a)), fmaf(f, bf_hi(x), bf_hi(a))); };
+    *(uint4*)(out + ((size_t)r * 4 + s) * n + i) = make_uint4(add(w[s].x, v.x), add(w[s].y, v.y), add(w[s].z, v.z), add(w[s].w, v.w));
   }
 }

@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(256) gdn_step(const u16* __restrict
     if (tid < 32) p = (const u32*)(conv_w + (size_t)chv * 4), wv0 = p[0], wv1 = p[1];
   }
   const float decay = -expf(a_log[head]), dt = dt_bias[head];
+  // State, slots and counts are older than the round: only the projections come from the kernels before.
   pdl_launch();
-  pdl_wait();
   const int slot = slots ? slots[lane_id] : lane_id;
   const size_t in_head = (size_t)head * DK * DV + v0 + vi;
   const float* S = S_all + slot * state_stride + in_head;
@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(256) gdn_step(const u16* __restrict
   float h0 = bf2f(cs[ch]), h1 = bf2f(cs[C + ch]), h2 = bf2f(cs[2 * C + ch]);
   float g0 = 0, g1 = 0, g2 = 0;
   if (tid < 32) g0 = bf2f(cs[chv]), g1 = bf2f(cs[C + chv]), g2 = bf2f(cs[2 * C + chv]);
+  pdl_wait();
   for (int c = c0; c < c1; c++) {
     const float cur = bf2f(y[(size_t)c * y_pitch + ch]);
     if (rec) {

@@ -4,9 +4,7 @@
 // `steps_per_chunk` steps of 16 rows, each row one bulk copy. Warp w takes the steps j with j % 16 == w of every
 // tile in rising order; 16 partial sums are added in warp order. That order depends on K and the format alone: not
 // on columns, chunking, ring depth or grid.
-#include "gemv_core.cuh"
-
-#define CONSUMERS 512
+#include "gemv_body.cuh"
 
 #define GEMV_PARAMS                                                                                                    \
   const u8 *__restrict__ codes, const u8 *__restrict__ high, const u8 *__restrict__ scales,                            \
@@ -92,6 +90,7 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
     bar_named(1, CONSUMERS);
   }
 
+  const ChunkPlanes w = {scales, side_pitch, scale_pitch, high_pitch, high_direct};
   // Columns that do not exist read the last one: their sums are never stored.
   u32 x_addr[NT];
 #pragma unroll
@@ -111,75 +110,7 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
       const u32 row0 = s_stage + slot * stage_bytes + g * pitch + q * T::LANE_BYTES;
       const u32 row1 = row0 + 8 * pitch;
       const int st0 = c * chunk_steps, st = min(chunk_steps, nsteps - st0);
-#pragma unroll(NT == 8 || (NT == 1 && T::STEP == 64) ? 1 : 2)
-      for (int i = warp; i < st; i += 16) {
-        const int s = st0 + i;
-        Raw<F> r0, r1;
-        if (T::LANE_BYTES == 16) {
-          uint4 v = lds128(row0 + i * T::STEP_BYTES), w = lds128(row1 + i * T::STEP_BYTES);
-          r0.w[0] = v.x, r0.w[1] = v.y, r0.w[T::LANE_BYTES / 4 - 2] = v.z, r0.w[T::LANE_BYTES / 4 - 1] = v.w;
-          r1.w[0] = w.x, r1.w[1] = w.y, r1.w[T::LANE_BYTES / 4 - 2] = w.z, r1.w[T::LANE_BYTES / 4 - 1] = w.w;
-        } else {
-          uint2 v = lds64(row0 + i * T::STEP_BYTES), w = lds64(row1 + i * T::STEP_BYTES);
-          r0.w[0] = v.x, r0.w[1] = v.y;
-          r1.w[0] = w.x, r1.w[1] = w.y;
-        }
-        float s0 = 1.0f, s1 = 1.0f;
-        if (T::GROUP) {
-          if (F == F_FP8B) {
-            // Rows of a tile of 16 share their row of 128.
-            s0 = s1 = __ldg((const float*)(scales + (size_t)(tile >> 3) * scale_pitch) + (s >> 1));
-          } else if (F == F_MXFP8) {
-            s0 = e8m0f(lds8(side + g * side_pitch + s));
-            s1 = e8m0f(lds8(side + (g + 8) * side_pitch + s));
-          } else {
-            s0 = h2f(lds16(side + g * side_pitch + 2 * s));
-            s1 = h2f(lds16(side + (g + 8) * side_pitch + 2 * s));
-          }
-        }
-        if (F == F_NVFP4) {
-          r0.extra = lds8(side + g * side_pitch + 4 * s + q);
-          r1.extra = lds8(side + (g + 8) * side_pitch + 4 * s + q);
-        }
-        if (F == F_Q5) {
-          if (high_direct) {
-            r0.extra = __ldg((const u16*)(hrow0 + 8 * s + 2 * q));
-            r1.extra = __ldg((const u16*)(hrow1 + 8 * s + 2 * q));
-          } else {
-            r0.extra = lds16(hside + g * high_pitch + 8 * s + 2 * q);
-            r1.extra = lds16(hside + (g + 8) * high_pitch + 8 * s + 2 * q);
-          }
-        }
-        if (F == F_Q6) {
-          if (high_direct) {
-            r0.extra = __ldg((const u32*)(hrow0 + 16 * s + 4 * q));
-            r1.extra = __ldg((const u32*)(hrow1 + 16 * s + 4 * q));
-          } else {
-            r0.extra = lds32(hside + g * high_pitch + 16 * s + 4 * q);
-            r1.extra = lds32(hside + (g + 8) * high_pitch + 16 * s + 4 * q);
-          }
-        }
-        u32 a[T::MMAS * 2], b[T::MMAS * 2];
-        expand<F>(r0, a);
-        expand<F>(r1, b);
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-          u32 xf[T::MMAS * 2];
-#pragma unroll
-          for (int h = 0; h < T::LANE_K / 8; h++) {
-            if (XS) {
-              const uint4 v = lds128(x_addr[n] + s * (T::STEP * 2) + 16 * h);
-              xf[4 * h] = v.x, xf[4 * h + 1] = v.y, xf[4 * h + 2] = v.z, xf[4 * h + 3] = v.w;
-            } else {
-              const int k = s * T::STEP + q * T::LANE_K + 8 * h;
-              uint4 v = make_uint4(0, 0, 0, 0);
-              if (k < kx) v = __ldg((const uint4*)(x + (size_t)min(n * 8 + g, cols - 1) * x_pitch + k));
-              order_x<F>(v, xf + 4 * h);
-            }
-          }
-          step_mma<F>(acc[n], a, b, xf, s0, s1);
-        }
-      }
+      chunk_sums<F, NT, XS>(acc, w, tile, row0, row1, st0, st, warp, lane, side, hside, hrow0, hrow1, x_addr, x, x_pitch, cols, kx);
       __syncwarp();
       if (lane == 0) mbar_arrive(s_bar + 8 * (stages + slot));
     }

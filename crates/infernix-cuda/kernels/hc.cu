@@ -3,7 +3,7 @@
 //
 // hc_down: block (tile of 16 rows, stream s) takes exactly its stream's 2560 k, so the split of K is the stream and the
 // norm needs no other pass. Weights sit in registers before the wait for the previous kernel. Tile index
-// rank/16 is the inject matrix (4 rows).
+// rank/16 is the inject matrix (4 rows). With `y`, the streams are first injected: R_out = bf16(fma(b, y, R)), which hc_up then reads.
 // hc_up: block = 16 outputs of all four streams; adds the four partial sums in stream order, silu, mma, sigma, mean.
 #include "gemv_core.cuh"
 
@@ -11,6 +11,9 @@
 #define MAXS 5  // steps of 32 k a warp holds: H <= 2560
 
 DEV float hc_norm(float v, float rstd, float w) { return rbf(v * rstd * (1.0f + w)); }
+
+// bf16(fma(b, y, R)) of two values.
+DEV u32 injected(u32 r, u32 y, float b) { return pack_bf(fmaf(b, bf_lo(y), bf_lo(r)), fmaf(b, bf_hi(y), bf_hi(r))); }
 
 template <int F> DEV void load_step(Raw<F>& r, const u8* row, int s, int q, const u8* scale_row) {
   if (F == F_BF16) {
@@ -26,7 +29,8 @@ template <int F> DEV void load_step(Raw<F>& r, const u8* row, int s, int q, cons
 template <int F>
 DEV void hc_down_body(const u8* __restrict__ wd, const u8* __restrict__ sd, const u8* __restrict__ wi, const u8* __restrict__ si,
                       const u16* __restrict__ R, const u16* __restrict__ nw, float eps, int H, int rank, int cols,
-                      int code_pitch, int scale_pitch, float* __restrict__ part, float* __restrict__ rstd_out) {
+                      int code_pitch, int scale_pitch, float* __restrict__ part, float* __restrict__ rstd_out, const u16* __restrict__ y,
+                      const float* __restrict__ b_in, u16* __restrict__ R_out) {
   extern __shared__ __align__(128) u8 smem[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   const int tile = blockIdx.x, s = blockIdx.y, nsteps = H / 32;
@@ -52,9 +56,11 @@ DEV void hc_down_body(const u8* __restrict__ wd, const u8* __restrict__ sd, cons
   u8* xs = smem;                                   // [8][xp]
   float* red = (float*)(smem + 8 * xp);            // [16][160]
   float* ssq = red + 16 * 160;                     // [16][8]
+  const int P = rank + 8, per = H / 8;
+  uint4 nv = make_uint4(0, 0, 0, 0);
+  if (tid < per) nv = __ldg((const uint4*)(nw + koff + tid * 8));
   pdl_launch();
   pdl_wait();
-  const int P = rank + 8, per = H / 8;
   for (int c0 = 0; c0 < cols; c0 += 8) {
     const int nc = min(8, cols - c0);
     uint4 v[8];
@@ -62,6 +68,18 @@ DEV void hc_down_body(const u8* __restrict__ wd, const u8* __restrict__ sd, cons
     for (int c = 0; c < 8; c++) {
       v[c] = make_uint4(0, 0, 0, 0);
       if (c < nc && tid < per) v[c] = *(const uint4*)(R + (size_t)(c0 + c) * STREAMS * H + koff + tid * 8);
+    }
+    // What the block before adds to the streams is added here, by every tile for itself; one of them stores the new residual.
+    if (y) {
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        if (c < nc && tid < per) {
+          const float f = b_in[(c0 + c) * STREAMS + s];
+          const uint4 add = *(const uint4*)(y + (size_t)(c0 + c) * H + tid * 8);
+          v[c] = make_uint4(injected(v[c].x, add.x, f), injected(v[c].y, add.y, f), injected(v[c].z, add.z, f), injected(v[c].w, add.w, f));
+          if (tile == 0) *(uint4*)(R_out + (size_t)(c0 + c) * STREAMS * H + koff + tid * 8) = v[c];
+        }
+      }
     }
 #pragma unroll
     for (int c = 0; c < 8; c++) {
@@ -75,8 +93,6 @@ DEV void hc_down_body(const u8* __restrict__ wd, const u8* __restrict__ sd, cons
       }
     }
     __syncthreads();
-    uint4 nv = make_uint4(0, 0, 0, 0);
-    if (tid < per) nv = __ldg((const uint4*)(nw + koff + tid * 8));
 #pragma unroll
     for (int c = 0; c < 8; c++) {
       if (c < nc) {
@@ -146,11 +162,22 @@ DEV void hc_up_body(const u8* __restrict__ wu, const u8* __restrict__ su, const 
   const int kp = nsteps * 32, xp = ((kp * 2 + 127) & ~127) + 64;
   u8* xs = smem;                          // m [8][xp]
   float* red = (float*)(smem + 8 * xp);   // [8][160]
+  const int col = tid >> 4, r = tid & 15;  // of the output that a thread finishes
+  float nws[STREAMS];
+#pragma unroll
+  for (int z = 0; z < STREAMS; z++) nws[z] = tid < 128 && row + r < H ? bf2f(nw[z * H + row + r]) : 0.0f;
   pdl_launch();
   pdl_wait();
   const int P = rank + 8;
   for (int c0 = 0; c0 < cols; c0 += 8) {
     const int nc = min(8, cols - c0);
+    // What the end needs, asked for before the sums.
+    float norms[STREAMS] = {0, 0, 0, 0};
+    if (tid < 128 && col < nc && row + r < H) {
+#pragma unroll
+      for (int z = 0; z < STREAMS; z++)
+        norms[z] = hc_norm(bf2f(R[(size_t)(c0 + col) * STREAMS * H + z * H + row + r]), rstd[z * cols + c0 + col], nws[z]);
+    }
     for (int i = tid; i < nc * kp; i += blockDim.x) {
       const int c = i / kp, k = i - c * kp;
       float t = 0;
@@ -180,15 +207,12 @@ DEV void hc_up_body(const u8* __restrict__ wu, const u8* __restrict__ su, const 
     p[0] = acc[0], p[20] = acc[1], p[8] = acc[2], p[28] = acc[3];
     __syncthreads();
     if (tid < 128) {
-      const int col = tid >> 4, r = tid & 15;
       if (col < nc && row + r < H) {
         float t = 0;
 #pragma unroll
         for (int z = 0; z < STREAMS; z++) {
           const float gz = red[2 * z * 160 + col * 20 + r] + red[(2 * z + 1) * 160 + col * 20 + r];
-          const int e = z * H + row + r;
-          const float n = hc_norm(bf2f(R[(size_t)(c0 + col) * STREAMS * H + e]), rstd[z * cols + c0 + col], bf2f(nw[e]));
-          t = fmaf(sigmoidf(gz), n, t);
+          t = fmaf(sigmoidf(gz), norms[z], t);
         }
         x_out[(size_t)(c0 + col) * H + row + r] = f2bf(t * 0.25f);
       }
@@ -206,8 +230,8 @@ DEV void hc_up_body(const u8* __restrict__ wu, const u8* __restrict__ su, const 
 #define DOWN(NAME, F)                                                                                                     \
   extern "C" __global__ void __launch_bounds__(512, 1)                                                                    \
   NAME(const u8* wd, const u8* sd, const u8* wi, const u8* si, const u16* R, const u16* nw, float eps, int H, int rank,   \
-       int cols, int code_pitch, int scale_pitch, float* part, float* rstd) {                                             \
-    hc_down_body<F>(wd, sd, wi, si, R, nw, eps, H, rank, cols, code_pitch, scale_pitch, part, rstd);                      \
+       int cols, int code_pitch, int scale_pitch, float* part, float* rstd, const u16* y, const float* b, u16* R_out) {   \
+    hc_down_body<F>(wd, sd, wi, si, R, nw, eps, H, rank, cols, code_pitch, scale_pitch, part, rstd, y, b, R_out);         \
   }
 #define UP(NAME, F)                                                                                                       \
   extern "C" __global__ void __launch_bounds__(256, 2)                                                                    \

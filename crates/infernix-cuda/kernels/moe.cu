@@ -6,28 +6,23 @@ DEV u32 order_bits(float f) {
   return b & 0x80000000u ? ~b : b | 0x80000000u;  // monotone; -0 < +0 is harmless: logits of -0 tie with nothing else exactly
 }
 
-// One warp a row. logits [rows][pitch], E <= 1024, top <= 32. ids and weights [rows][top], rank order.
-extern "C" __global__ void __launch_bounds__(128) router_topk(const float* __restrict__ logits, int E, int pitch, int rows, int top,
-                                                              int* __restrict__ ids, float* __restrict__ weights) {
-  pdl_launch();
-  pdl_wait();
-  const int row = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
-  if (row >= rows) return;
-  u32 v[32];
+// The best `top` of a row of E <= 32 NL logits by one warp: lane k < top gets the id of rank k and its weight.
+template <int NL> DEV void select_top(const float* __restrict__ row, int E, int top, int lane, int& my_id, float& my_weight) {
+  u32 v[NL];
 #pragma unroll
-  for (int i = 0; i < 32; i++) {
+  for (int i = 0; i < NL; i++) {
     const int e = i * 32 + lane;
     // Adding zero makes -0 into +0, so that the two are equal as the comparison of floats says.
-    v[i] = e < E ? order_bits(logits[(size_t)row * pitch + e] + 0.0f) : 0;
+    v[i] = e < E ? order_bits(row[e] + 0.0f) : 0;
   }
   u32 taken = 0;
   float best = 0, mine = 0, sum = 0;
-  int my_id = 0;
+  my_id = 0;
   for (int r = 0; r < top; r++) {
     u32 m = 0;
     int mi = 0;
 #pragma unroll
-    for (int i = 0; i < 32; i++)  // a bound of E / 32 here is slower (4.4 against 3.5 us): the search no longer unrolls
+    for (int i = 0; i < NL; i++)  // a bound of E / 32 here is slower (4.4 against 3.5 us): the search no longer unrolls
       if (!((taken >> i) & 1) && v[i] > m) m = v[i], mi = i;
     const u32 top_v = __reduce_max_sync(~0u, m);
     const u32 id = m == top_v ? (u32)(mi * 32 + lane) : 0xffffffffu;
@@ -40,38 +35,50 @@ extern "C" __global__ void __launch_bounds__(128) router_topk(const float* __res
     sum += e;
     if (lane == r) mine = e, my_id = (int)win;
   }
-  if (lane < top) ids[row * top + lane] = my_id, weights[row * top + lane] = mine / sum;
+  my_weight = mine / sum;
+}
+DEV void select_row(const float* row, int E, int top, int lane, int& id, float& weight) {
+  if (E <= 512) select_top<16>(row, E, top, lane, id, weight);
+  else select_top<32>(row, E, top, lane, id, weight);
 }
 
-// Block `picks`: groups the picks of all rows by expert. Block p < picks: quantises the input of pick p for gate/up of its expert
-// (x BF16 [picks/top][K]; act: K codes, then K/16 pairs of scale and correction, padded to 16 bytes). A job is one expert with at most `width` picks; jobs ascend by
-// expert, picks of a job by (row, rank). Pick p = row * top + rank.
-//   jobs [n][4]: expert, first entry of `list`, picks, 0;  count[0] = jobs, count[1] = picks
-extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* __restrict__ ids, int picks, int E, int width, int* __restrict__ jobs,
-                                                                 int* __restrict__ list, int* __restrict__ count, const u16* __restrict__ x,
-                                                                 const float* __restrict__ in_scale, u8* __restrict__ act, int K, int top, int divisor) {
-  __shared__ int n[1024], base[1024], warp_a[32], warp_b[32];
+// One warp a row. logits [rows][pitch], E <= 1024, top <= 32. ids and weights [rows][top], rank order.
+extern "C" __global__ void __launch_bounds__(128) router_topk(const float* __restrict__ logits, int E, int pitch, int rows, int top,
+                                                              int* __restrict__ ids, float* __restrict__ weights) {
   pdl_launch();
   pdl_wait();
-  const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
-  if (blockIdx.x + 1 < gridDim.x) {
-    const int p = blockIdx.x, tasks = K >> 2;
-    const float gs = in_scale[ids[p] * 3];
-    u8* o = act + (size_t)p * ((K + K / 2 + 15) & ~15);
-    for (int t0 = t & ~31; t0 < tasks; t0 += 1024) {
-      const int e = min(t0 + lane, tasks - 1);
-      const uint2 w = *(const uint2*)(x + (size_t)(p / top) * K + e * 4);
-      const float v[4] = {bf_lo(w.x), bf_hi(w.x), bf_lo(w.y), bf_hi(w.y)};
-      u32 codes;
-      int sc, corr;
-      quant_block(v, gs, divisor, codes, sc, corr);
-      if (t0 + lane < tasks) {
-        *(u32*)(o + e * 4) = codes;
-        if ((e & 3) == 0) *(int2*)(o + K + (e >> 2) * 8) = make_int2(sc, corr);
-      }
+  const int row = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (row >= rows) return;
+  int id;
+  float weight;
+  select_row(logits + (size_t)row * pitch, E, top, lane, id, weight);
+  if (lane < top) ids[row * top + lane] = id, weights[row * top + lane] = weight;
+}
+
+// Quantises the input `x` [K] of one pick for gate/up of its expert, by the whole block: K codes, then K/16 pairs of scale and
+// correction.
+DEV void quantise_pick(const u16* __restrict__ x, float gs, u8* __restrict__ o, int K, int divisor) {
+  const int t = threadIdx.x, lane = t & 31, tasks = K >> 2;
+  for (int t0 = t & ~31; t0 < tasks; t0 += blockDim.x) {
+    const int e = min(t0 + lane, tasks - 1);
+    const uint2 w = *(const uint2*)(x + e * 4);
+    const float v[4] = {bf_lo(w.x), bf_hi(w.x), bf_lo(w.y), bf_hi(w.y)};
+    u32 codes;
+    int sc, corr;
+    quant_block(v, gs, divisor, codes, sc, corr);
+    if (t0 + lane < tasks) {
+      *(u32*)(o + e * 4) = codes;
+      if ((e & 3) == 0) *(int2*)(o + K + (e >> 2) * 8) = make_int2(sc, corr);
     }
-    return;
   }
+}
+
+// Groups the picks of all rows by expert, by a block of 1024. A job is one expert with at most `width` picks; jobs ascend by expert,
+// picks of a job by (row, rank). Pick p = row * top + rank.
+//   jobs [n][4]: expert, first entry of `list`, picks, 0;  count[0] = jobs, count[1] = picks
+DEV void group_picks(const int* ids, int picks, int width, int* __restrict__ jobs, int* __restrict__ list, int* __restrict__ count) {
+  __shared__ int n[1024], base[1024], warp_a[32], warp_b[32];
+  const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
   n[t] = 0;
   __syncthreads();
   for (int p = t; p < picks; p += 1024) atomicAdd(&n[ids[p]], 1);
@@ -111,4 +118,44 @@ extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* __re
       for (int q = 0; q < p; q++) before += ids[q] == e;
     list[base[e] + before] = p;
   }
+}
+
+// Block `picks`: the jobs. Block p < picks: quantises the input of pick p (x BF16 [picks/top][K]; act: a pick's codes and scales,
+// padded to 16 bytes).
+extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* __restrict__ ids, int picks, int E, int width, int* __restrict__ jobs,
+                                                                 int* __restrict__ list, int* __restrict__ count, const u16* __restrict__ x,
+                                                                 const float* __restrict__ in_scale, u8* __restrict__ act, int K, int top, int divisor) {
+  pdl_launch();
+  pdl_wait();
+  const int p = blockIdx.x;
+  if (p + 1 < (int)gridDim.x) quantise_pick(x + (size_t)(p / top) * K, in_scale[ids[p] * 3], act + (size_t)p * ((K + K / 2 + 15) & ~15), K, divisor);
+  else group_picks(ids, picks, width, jobs, list, count);
+}
+
+// The same behind the selection of each row's experts from its logits, which is done here: every block selects for itself. At most 32
+// rows. `forced` I32 [rows][top] or null: experts of a synthetic law, which take the place of the selected ones, all of equal weight.
+extern "C" __global__ void __launch_bounds__(1024) route_experts(const float* __restrict__ logits, int pitch, int picks, int E, int width,
+                                                                 const int* __restrict__ forced, int* __restrict__ ids, float* __restrict__ weights,
+                                                                 int* __restrict__ jobs, int* __restrict__ list, int* __restrict__ count,
+                                                                 const u16* __restrict__ x, const float* __restrict__ in_scale, u8* __restrict__ act,
+                                                                 int K, int top, int divisor) {
+  __shared__ int all[1024];
+  pdl_launch();
+  pdl_wait();
+  const int p = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const bool last = p + 1 == (int)gridDim.x;
+  const int row = last ? warp : p / top;
+  if (last ? row * top < picks : warp == 0) {
+    int id;
+    float weight;
+    select_row(logits + (size_t)row * pitch, E, top, lane, id, weight);
+    if (forced && lane < top) id = forced[row * top + lane], weight = 1.0f / (float)top;
+    if (lane < top) {
+      all[last ? row * top + lane : lane] = id;
+      if (last) ids[row * top + lane] = id, weights[row * top + lane] = weight;
+    }
+  }
+  __syncthreads();
+  if (!last) quantise_pick(x + (size_t)row * K, in_scale[all[p - row * top] * 3], act + (size_t)p * ((K + K / 2 + 15) & ~15), K, divisor);
+  else group_picks(all, picks, width, jobs, list, count);
 }

@@ -104,8 +104,48 @@ extern "C" __global__ void __launch_bounds__(256) qsa_score(const u16* __restric
   }
 }
 
+// The same for calls of many rows: the four heads of four rows are the M of one mma, so keys are read once for four rows. Equal bits.
+// Rows of a lane lie together. grid (ceil(blocks/64), ceil(rows/4)).
+extern "C" __global__ void __launch_bounds__(256) qsa_score4(const u16* __restrict__ q, const u16* __restrict__ keys, const int* __restrict__ tables,
+                                                             const int* __restrict__ row_lane, const int* __restrict__ row_pos, float* __restrict__ scores,
+                                                             int q_pitch, int table_pitch, int page_log, int page_stride, int ratio, int pitch,
+                                                             float scale, int heads, int rows) {
+  pdl_launch();
+  pdl_wait();
+  const int r0 = blockIdx.y * 4, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+  const int b0 = blockIdx.x * 64 + warp * 8, h = g & 3, ra = r0 + (g >> 2), rb = ra + 2;
+  const int na = ra < rows ? (row_pos[ra] + 1) / ratio : 0, nb = rb < rows ? (row_pos[rb] + 1) / ratio : 0;
+  const int la = ra < rows ? row_lane[ra] : -1, lb = rb < rows ? row_lane[rb] : -1;
+  for (int i = 0; i < 4; i++) {
+    const int l = r0 + i < rows ? row_lane[r0 + i] : -1;
+    if (l < 0 || (i > 0 && l == row_lane[r0 + i - 1])) continue;
+    const int most = __reduce_max_sync(~0u, max(la == l ? na : 0, lb == l ? nb : 0));
+    if (b0 >= most) continue;
+    const int kb = min(b0 + g, most - 1);
+    const u16* kr = keys + (size_t)tables[(size_t)l * table_pitch + (kb >> page_log)] * page_stride + (size_t)(kb & ((1 << page_log) - 1)) * 128;
+    float s[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int st = 0; st < 4; st++) {
+      uint4 a = make_uint4(0, 0, 0, 0), e = a;
+      if (h < heads && la == l) a = __ldg((const uint4*)(q + (size_t)ra * q_pitch + h * 128 + st * 32 + c * 8));
+      if (h < heads && lb == l) e = __ldg((const uint4*)(q + (size_t)rb * q_pitch + h * 128 + st * 32 + c * 8));
+      const uint4 b = __ldg((const uint4*)(kr + st * 32 + c * 8));
+      mma16816(s, a.x, e.x, a.y, e.y, b.x, b.y);
+      mma16816(s, a.z, e.z, a.w, e.w, b.z, b.w);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      float x = fmaxf(s[k], 0.0f);
+      x += __shfl_xor_sync(~0u, x, 4);
+      x += __shfl_xor_sync(~0u, x, 8);
+      const int row = k < 2 ? ra : rb, n = k < 2 ? na : nb, b = b0 + c * 2 + (k & 1);
+      if (h == 0 && (k < 2 ? la : lb) == l && b < n) scores[(size_t)row * pitch + b] = x * scale;
+    }
+  }
+}
+
 #define QCHUNK 4096
-#define QDIRECT 8192  // up to here one block does it alone
+#define QDIRECT 32768  // up to here one block does it alone
 
 // First stage for long rows: the best `want` of each chunk of 4096 scores. cand [rows][chunks * want] block ids, chunk c from
 // c * want on. grid (chunks, rows), 1024 threads.
@@ -142,6 +182,10 @@ extern "C" __global__ void __launch_bounds__(1024) qsa_select(const float* __res
     return;
   }
   const float* s = scores + (size_t)row * pitch;
+  if (n > 8192 && n <= QDIRECT) {
+    select_top<32>(n, want, [&](int i) { return __float_as_uint(s[i]); }, [&](int p, int id) { out[p] = id; }, sm);
+    return;
+  }
   if (n <= QDIRECT) {
     select_top<8>(n, want, [&](int i) { return __float_as_uint(s[i]); }, [&](int p, int id) { out[p] = id; }, sm);
     return;

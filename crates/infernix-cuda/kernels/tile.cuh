@@ -257,7 +257,8 @@ template <int F> DEV void store(const TileArgs& a, const Item& it, float (&d)[NA
 }
 
 // Sums of one tile by one warp; returns the ring position behind it.
-template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks, int pos, u8* ring, u32 s_ring, u32 s_bar, int wg, int wq,
+// `SMALL`: a tile of at most half the tokens, whose other sums are not wanted.
+template <int F, bool SMALL> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks, int pos, u8* ring, u32 s_ring, u32 s_bar, int wg, int wq,
                                    int lane, float (&acc)[2][NA]) {
   using L = Tile<F>;
   const int g = lane >> 2, q = lane & 3, row = wg * 128 + wq * 16 + g, S = a.stages;
@@ -313,14 +314,20 @@ template <int F> DEV int tile_sums(const TileArgs& a, const Item& it, int chunks
       frags<F>(sa, row, 0, g, q, ex[0], ex[1], units, f0);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; k++) wgmma_n128(acc[0], f0[k], b + 2 * k, 1);
+      for (int k = 0; k < 4; k++) {
+        if constexpr (SMALL) wgmma_n64(*(float(*)[32])&acc[0], f0[k], b + 2 * k, 1);
+        else wgmma_n128(acc[0], f0[k], b + 2 * k, 1);
+      }
       wgmma_commit();
       wgmma_wait<1>();
       if (c) release(pos - 1);
       frags<F>(sa, row + 64, 0, g, q, ex[2], ex[3], units, f1);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; k++) wgmma_n128(acc[1], f1[k], b + 2 * k, 1);
+      for (int k = 0; k < 4; k++) {
+        if constexpr (SMALL) wgmma_n64(*(float(*)[32])&acc[1], f1[k], b + 2 * k, 1);
+        else wgmma_n128(acc[1], f1[k], b + 2 * k, 1);
+      }
       wgmma_commit();
       wgmma_wait<1>();
     } else {
@@ -483,7 +490,11 @@ template <int F> DEV void tile_body(const TileArgs& a) {
     const Item it = item_of<F>(a, idx, chunks);
     const int n = it.n0 + wg * 128 + wq * 16 + g;
     float acc[2][NA];
-    pos = tile_sums<F>(a, it, chunks, pos, ring, s_ring, s_bar, wg, wq, lane, acc);
+#ifdef TILE_WGMMA
+    if (L::RG && it.n <= BN / 2) pos = tile_sums<F, L::RG>(a, it, chunks, pos, ring, s_ring, s_bar, wg, wq, lane, acc);
+    else
+#endif
+      pos = tile_sums<F, false>(a, it, chunks, pos, ring, s_ring, s_bar, wg, wq, lane, acc);
 #pragma unroll 1
     for (int m = 0; m < 2; m++) {
       store<F>(a, it, acc[0], n + 64 * m, g, q);

@@ -12,14 +12,17 @@ DEV float unit(u64 v) { return (float)(v >> 40) * 0x1p-24f; }
 
 // One warp a row, lane k its pick k (top <= 32). cdf FP32 [E] rising to 1; rank i of the law is expert (a i + b) mod E, a prime to E. With
 // probability `repeat` a pick is that of the position before. A lane whose expert a lower lane has draws again. ids I32 and weights FP32
-// [rows][top]; weights are equal.
+// [rows][top]; weights are equal (null: not wanted). laws [layers][3]: seed, a, b; blockIdx.y counts layers from `law` on.
 extern "C" __global__ void __launch_bounds__(128) zipf_route(int* __restrict__ ids, float* __restrict__ weights, const int* __restrict__ row_pos,
-                                                             const float* __restrict__ cdf, int rows, int top, int E, int a, int b, u64 seed,
+                                                             const float* __restrict__ cdf, int rows, int top, int E, const u64* __restrict__ laws, int law,
                                                              float repeat) {
   pdl_launch();
   pdl_wait();
   const int r = blockIdx.x * 4 + (threadIdx.x >> 5), k = threadIdx.x & 31;
   if (r >= rows) return;
+  const u64 seed = laws[3 * (law + blockIdx.y)];
+  const long long a = (long long)laws[3 * (law + blockIdx.y) + 1], b = (long long)laws[3 * (law + blockIdx.y) + 2];
+  ids += (size_t)blockIdx.y * rows * top, weights += weights ? (size_t)blockIdx.y * rows * top : 0;
   int t = row_pos[r], attempt = 0, id = 0;
   for (int i = 0; i < 64 && t > 0 && unit(mix64(seed ^ mix64((u64)t * 64 + k) ^ 0x5bd1)) < repeat; i++) t--;
   bool draw = true;
@@ -33,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(128) zipf_route(int* __restrict__ i
         else lo = m + 1;
       }
       // After many draws any free expert will do.
-      id = (int)(((long long)a * (attempt < 64 ? lo : attempt + k) + b) % E);
+      id = (int)((a * (attempt < 64 ? lo : attempt + k) + b) % E);
       attempt++;
     }
     draw = false;
@@ -42,5 +45,7 @@ extern "C" __global__ void __launch_bounds__(128) zipf_route(int* __restrict__ i
       draw |= j < k && k < top && other == id;
     }
   }
-  if (k < top) ids[(size_t)r * top + k] = id, weights[(size_t)r * top + k] = 1.0f / (float)top;
+  if (k >= top) return;
+  ids[(size_t)r * top + k] = id;
+  if (weights) weights[(size_t)r * top + k] = 1.0f / (float)top;
 }

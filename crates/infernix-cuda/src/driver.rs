@@ -516,14 +516,15 @@ impl Stream {
     pub fn launch(&self, k: &Kernel, grid: [u32; 3], block: u32, pdl: bool, args: &Args) -> Result<()> {
         if let Some(tape) = &mut *self.tape.borrow_mut() {
             let first = tape.words.len();
-            tape.words.extend_from_slice(&args.words[..args.n]);
-            let function = k.raw as usize;
-            tape.launches.push(Launch { function, shared: k.shared, grid, block, pdl, first, n: args.n });
+            tape.words.extend_from_slice(&args.words);
+            let (function, n, starts) = (k.raw as usize, args.words.len(), args.starts);
+            tape.launches.push(Launch { function, shared: k.shared, grid, block, pdl, first, n, starts });
             return Ok(());
         }
-        self.enqueue(k.raw, k.shared, grid, block, pdl, &args.words[..args.n])
+        self.enqueue(k.raw, k.shared, grid, block, pdl, &args.words, args.starts)
     }
 
+    #[expect(clippy::too_many_arguments, reason = "one launch")]
     fn enqueue(
         &self,
         function: sys::CUfunction,
@@ -532,6 +533,7 @@ impl Stream {
         block: u32,
         pdl: bool,
         words: &[u64],
+        starts: u128,
     ) -> Result<()> {
         if self.device.noting.load(Ordering::Relaxed) {
             self.device.launched.lock().unwrap_or_else(|e| e.into_inner()).insert(function as usize);
@@ -555,11 +557,12 @@ impl Stream {
             numAttrs: u32::from(pdl),
         };
         let mut pointers = [std::ptr::null_mut::<c_void>(); Args::MOST];
-        for (p, w) in pointers.iter_mut().zip(words) {
+        let begins = words.iter().enumerate().filter(|(i, _)| starts >> i & 1 == 1);
+        for (p, (_, w)) in pointers.iter_mut().zip(begins) {
             *p = std::ptr::from_ref(w).cast_mut().cast();
         }
-        // SAFETY: each argument word is 8 bytes, at least as large as the parameter it stands for (little-endian, so
-        // smaller parameters read its low bytes). The wrappers in `kernels` pass what each kernel declares.
+        // SAFETY: each argument's words are at least as large as the parameter they stand for (little-endian, so
+        // smaller parameters read the low bytes of one). The wrappers in `kernels` pass what each kernel declares.
         check("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(&cfg, function, pointers.as_mut_ptr(), std::ptr::null_mut())
         })
@@ -575,12 +578,22 @@ impl Stream {
         self.tape.borrow_mut().take().unwrap_or_default()
     }
 
+    /// Launches noted since [`Stream::hold`].
+    pub fn held(&self) -> usize {
+        self.tape.borrow().as_ref().map_or(0, Tape::len)
+    }
+
     /// Makes the launches of a tape.
     pub fn play(&self, tape: &Tape) -> Result<()> {
-        for l in &tape.launches {
+        self.play_part(tape, 0..tape.len())
+    }
+
+    /// Makes some launches of a tape.
+    pub fn play_part(&self, tape: &Tape, part: std::ops::Range<usize>) -> Result<()> {
+        for l in tape.launches.get(part).unwrap_or_default() {
             let words = &tape.words[l.first..l.first + l.n];
             // The function was a kernel of this device when it was noted.
-            self.enqueue(l.function as sys::CUfunction, l.shared, l.grid, l.block, l.pdl, words)?;
+            self.enqueue(l.function as sys::CUfunction, l.shared, l.grid, l.block, l.pdl, words, l.starts)?;
         }
         Ok(())
     }
@@ -685,6 +698,7 @@ struct Launch {
     pdl: bool,
     first: usize,
     n: usize,
+    starts: u128,
 }
 
 /// An executable graph of launches.
@@ -716,26 +730,34 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
-/// Kernel arguments, one 8-byte word each.
-#[derive(Clone, Copy, Debug, Default)]
+/// Kernel arguments: words of 8 bytes, a parameter each, or blocks of several words that are one parameter (a structure).
+#[derive(Clone, Debug, Default)]
 pub struct Args {
-    words: [u64; Args::MOST],
-    n: usize,
+    words: Vec<u64>,
+    /// Bit i: word i begins a parameter.
+    starts: u128,
 }
 
 impl Args {
-    /// More than any kernel here takes.
-    const MOST: usize = 32;
+    /// More words than any kernel here takes.
+    const MOST: usize = 128;
 
     /// None yet.
     pub fn new() -> Self {
-        Self::default()
+        Args { words: Vec::with_capacity(32), starts: 0 }
     }
     fn push(mut self, word: u64) -> Self {
-        // No kernel has more parameters: a longer list is a mistake in a wrapper, which its self-test shows.
-        debug_assert!(self.n < Self::MOST);
-        self.words[self.n] = word;
-        self.n += 1;
+        // No kernel has more: a longer list is a mistake in a wrapper, which its self-test shows.
+        debug_assert!(self.words.len() < Self::MOST);
+        self.starts |= 1 << self.words.len();
+        self.words.push(word);
+        self
+    }
+    /// A structure of whole words.
+    pub fn block(mut self, words: &[u64]) -> Self {
+        debug_assert!(self.words.len() + words.len() <= Self::MOST);
+        self.starts |= 1 << self.words.len();
+        self.words.extend_from_slice(words);
         self
     }
     /// A device address (or 0).

@@ -35,7 +35,8 @@ fn hot_kernels_do_not_spill() {
     let hot = |k: &str| {
         let prefixes = ["tile_", "tilew_", "tile4_", "gdn_", "w4a4_", "attn_", "attn8_", "ggml_", "kv8_"];
         prefixes.iter().any(|p| k.starts_with(p))
-            || (k.starts_with("gemv_") && (k.ends_with("_n1") || k.ends_with("_n2")))
+            || ((k.starts_with("gemv_") || k.starts_with("group_"))
+                && (k.ends_with("_n1") || k.ends_with("_n2")))
     };
     // A few words outside the inner loops: the register file of these is full.
     let tolerated = |k: &str| match k {

@@ -1,5 +1,5 @@
 //! Throughput of a synthetic model on a CUDA device, without the rest of the program:
-//! `throughput GEOMETRY BUDGET_MIB PROMPT GENERATE REPETITIONS CHUNK [--depth N] [--profile FILE] [--layers N]`.
+//! `throughput GEOMETRY BUDGET_MIB PROMPT GENERATE REPETITIONS CHUNK [--depth N] [--profile FILE] [--layers N] [--window N]`.
 //! One JSON document; `infernix bench` measures the same way.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program")]
 
@@ -39,8 +39,15 @@ fn run() -> Result<Value, EngineError> {
     let source = build(&geometry, geometry.format, 42)?;
     let built = clock.elapsed().as_secs_f64();
     let routing = Some(Routing { s: 1.2, repeat: 0.0, seed: 42 });
-    let options =
-        CudaOptions { budget: budget << 20, routing, profile: profile.is_some(), ..CudaOptions::default() };
+    let window = if count("--window") > 0 { count("--window") } else { CudaOptions::default().window };
+    let options = CudaOptions {
+        budget: budget << 20,
+        routing,
+        profile: profile.is_some(),
+        prompt_rows: chunk,
+        window,
+        ..CudaOptions::default()
+    };
     let backend = Cuda::new(options)?;
     let rate = backend.copy_rate()?;
     let model = load(backend, &source, LoadOptions::default())?;
@@ -54,9 +61,11 @@ fn run() -> Result<Value, EngineError> {
         (0..n as u64).map(|i| (mix(seed << 40 ^ i) % vocab) as u32).collect()
     };
     let mut s = d.open(0)?;
+    let clock = Instant::now();
     for piece in ids(depth, 9).chunks(chunk) {
         d.prefill(&mut s, piece, Want::None)?;
     }
+    let depth_seconds = clock.elapsed().as_secs_f64();
     let start = d.snapshot(&mut s)?;
     let (mut prompts, mut generations, mut counts) = (Vec::new(), Vec::new(), Vec::new());
     for n in 0..=repetitions {
@@ -83,11 +92,15 @@ fn run() -> Result<Value, EngineError> {
         if n == 0 && repetitions > 0 {
             continue;
         }
+        let record = d.model.backend.expert_frames().1 as u64;
         prompts.push(prompt as f64 / prompt_seconds);
         generations.push(generate as f64 / decode_seconds);
         counts.push(json!({
             "hit_rate": (c.picks > 0).then(|| 1.0 - c.misses as f64 / c.picks as f64),
             "decode_miss_records": c.miss_records, "promoted": c.promotions, "streamed": streamed.streamed,
+            "prompt_link_gb": (streamed.streamed * record) as f64 / 1e9,
+            "decode_link_mb_a_token": ((c.miss_records + c.promotions) * record) as f64 / 1e6 / generate.max(1) as f64,
+            "prompt_seconds": prompt_seconds, "decode_ms_a_token": decode_seconds * 1e3 / generate.max(1) as f64,
         }));
     }
     let b = &d.model.backend;
@@ -104,7 +117,8 @@ fn run() -> Result<Value, EngineError> {
         "kind": "throughput", "command": format!("throughput {}", command.join(" ")), "synthetic": true,
         "device": b.device_name(), "copy_bytes_per_second": rate, "build_seconds": built, "load_seconds": loaded,
         "memory_mib": ledger, "expert_frames": b.expert_frames().0, "expert_record_bytes": b.expert_frames().1,
-        "prompt": prompt, "generate": generate, "depth": depth, "chunk": chunk,
+        "prompt": prompt, "generate": generate, "depth": depth, "depth_seconds": depth_seconds,
+        "chunk": chunk, "window": window,
         "prompt_tok_s": prompts, "decode_tok_s": generations, "experts": counts, "parts": parts,
     }))
 }

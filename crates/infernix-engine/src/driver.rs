@@ -9,11 +9,12 @@ mod image;
 pub use draft::DraftLane;
 pub use image::Image;
 
-use crate::backend::{Backend, CallKind, LaneMeta, Part, StepMeta, Trace};
+use crate::backend::{Backend, CallKind, LaneMeta, Part, RowKey, StepMeta, Trace};
 use crate::error::EngineError;
 use crate::model::Model;
 use crate::ngram::{Ngram, NgramTicket};
 use crate::state::{KvFormat, KvPool, PAGE_TOKENS};
+use std::ops::Range;
 
 /// Sizes and formats of a driver's state.
 #[derive(Clone, Copy, Debug)]
@@ -326,13 +327,20 @@ impl<B: Backend> Driver<B> {
             lanes: lanes.iter().map(|l| lane_meta(l.sequence, l.sequence.ids.len(), l.ids, &[])).collect(),
         };
         let rows = meta.keys();
+        let traced = self.record.is_some() || self.routing.is_some();
+        let walked = lanes.len() == 1 && kind == CallKind::Prefill && !traced;
+        let most = if walked { self.model.backend.window_rows() } else { usize::MAX };
+        let windows = windows(rows.len(), most);
+        if windows.len() > 1 {
+            return self.run_windows(meta, lanes, &rows, &windows);
+        }
         let tickets = self.tickets(lanes);
         self.model.backend.begin_round(meta)?;
         let mut residual = self.model.begin(&rows);
         for i in 0..self.model.layers.len() {
             let own = self.model.config.ple_table(i).map_or(&[][..], |t| &tickets[t][..]);
             let mut trace = Trace::default();
-            let wanted = (self.record.is_some() || self.routing.is_some()).then_some(&mut trace);
+            let wanted = traced.then_some(&mut trace);
             self.model.layer(i, &rows, &mut residual, own, wanted);
             if let Some(routing) = &mut self.routing {
                 let rows = trace.experts.iter().flatten();
@@ -368,7 +376,7 @@ impl<B: Backend> Driver<B> {
         let logits = logits.map_or_else(Vec::new, |l| self.model.backend.read(&l));
         let frontier = frontier.map_or_else(Vec::new, |f| self.model.backend.read(&f));
         let (vocab, width) = (self.model.config.vocab as usize, self.model.frontier_width());
-        let mut logits = logits.chunks_exact(vocab).map(<[f32]>::to_vec);
+        let mut logits = rows_of(logits, vocab);
         let mut out = Vec::with_capacity(lanes.len());
         let mut first = 0;
         for (i, l) in lanes.iter_mut().enumerate() {
@@ -392,6 +400,75 @@ impl<B: Backend> Driver<B> {
             first = end;
         }
         Ok(out)
+    }
+
+    /// A long prompt of one lane, layer by layer over windows of its rows.
+    fn run_windows(
+        &mut self,
+        meta: StepMeta,
+        lanes: &mut [LaneInput<'_>],
+        rows: &[RowKey],
+        windows: &[Range<usize>],
+    ) -> Result<Vec<Result<LaneOutput, String>>, EngineError> {
+        let [lane] = lanes else { return Err(EngineError::Round("windows of several lanes".into())) };
+        let tables = self.model.config.ple.as_ref().map_or(0, |p| p.layers.len());
+        let tickets: Vec<Vec<[NgramTicket; 1]>> = match &self.ngram {
+            None => Vec::new(),
+            Some(ngram) => {
+                let text = [&lane.sequence.ids, lane.ids].concat();
+                let past = lane.sequence.ids.len();
+                let request = |t: usize, w: &Range<usize>| {
+                    let (from, to) = (past + w.start, past + w.end);
+                    [ngram.request(t, &text[from.saturating_sub(ngram.history())..from], &text[from..to])]
+                };
+                (0..tables).map(|t| windows.iter().map(|w| request(t, w)).collect()).collect()
+            }
+        };
+        let m = &mut self.model;
+        m.backend.begin_round(meta)?;
+        let mut residual = Vec::with_capacity(windows.len());
+        for w in windows {
+            m.backend.window(w.clone());
+            residual.push(m.begin(&rows[w.clone()]));
+        }
+        for i in 0..m.layers.len() {
+            for (n, w) in windows.iter().enumerate() {
+                m.backend.window(w.clone());
+                let own = m.config.ple_table(i).map_or(&[][..], |t| &tickets[t][n][..]);
+                m.layer(i, &rows[w.clone()], &mut residual[n], own, None);
+            }
+        }
+        let wanted = match lane.want {
+            Want::None => rows.len()..rows.len(),
+            Want::Last => rows.len() - 1..rows.len(),
+            Want::All => 0..rows.len(),
+            Want::Columns(a, b) => a.min(rows.len())..b.max(a).min(rows.len()),
+        };
+        let (mut logits, mut frontier) = (Vec::new(), Vec::new());
+        for (r, w) in residual.iter().zip(windows) {
+            let chosen: Vec<usize> =
+                (wanted.start.max(w.start)..wanted.end.min(w.end)).map(|i| i - w.start).collect();
+            if chosen.is_empty() && m.draft.is_none() {
+                continue;
+            }
+            m.backend.window(w.clone());
+            if !chosen.is_empty() {
+                logits.push(m.finish(&rows[w.clone()], r, &chosen).1);
+            }
+            if m.draft.is_some() {
+                frontier.push(m.frontier(&rows[w.clone()], r));
+            }
+        }
+        let outcome = m.backend.end_round();
+        let vocab = m.config.vocab as usize;
+        let logits = logits.iter().flat_map(|l| rows_of(m.backend.read(l), vocab)).collect();
+        let frontier: Vec<f32> = frontier.iter().flat_map(|f| m.backend.read(f)).collect();
+        if let Some((_, cause)) = outcome.failed_lanes.into_iter().next() {
+            lane.sequence.trim(&mut self.pool, lane.sequence.ids.len());
+            return Ok(vec![Err(cause)]);
+        }
+        self.accept(lane.sequence, lane.ids, frontier, CallKind::Prefill)?;
+        Ok(vec![Ok(LaneOutput { logits })])
     }
 
     fn tickets(&self, lanes: &[LaneInput<'_>]) -> Vec<Vec<NgramTicket>> {
@@ -428,13 +505,32 @@ impl<B: Backend> Driver<B> {
 
 /// The largest value's index, lowest on equality.
 pub fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, v) in logits.iter().enumerate() {
-        if *v > logits[best] {
-            best = i;
+    // Runs are compared by their largest values, which the compiler finds many at a time; the search is within one run.
+    const RUN: usize = 256;
+    let (mut best, mut run) = (f32::NEG_INFINITY, 0);
+    for (i, r) in logits.chunks(RUN).enumerate() {
+        let most = r.iter().fold(f32::NEG_INFINITY, |m, v| if *v > m { *v } else { m });
+        if most > best {
+            (best, run) = (most, i);
         }
     }
-    best as u32
+    let at = logits.iter().skip(run * RUN).position(|v| *v == best);
+    at.map_or(0, |i| (run * RUN + i) as u32)
+}
+
+/// Rows of `width` values; the only one is not copied.
+fn rows_of(values: Vec<f32>, width: usize) -> impl Iterator<Item = Vec<f32>> {
+    let one = values.len() == width;
+    let (single, several) = if one { (Some(values), Vec::new()) } else { (None, values) };
+    let n = several.len() / width.max(1);
+    single.into_iter().chain((0..n).map(move |i| several[i * width..(i + 1) * width].to_vec()))
+}
+
+/// Cuts `rows` into equal windows of at most `most` rows, on multiples of 64 where that fits.
+pub(crate) fn windows(rows: usize, most: usize) -> Vec<Range<usize>> {
+    let n = rows.div_ceil(most.max(1)).max(1);
+    let size = rows.div_ceil(n).next_multiple_of(64).min(most.max(1));
+    (0..rows.div_ceil(size.max(1)).max(1)).map(|i| i * size..((i + 1) * size).min(rows)).collect()
 }
 
 fn lane_meta(s: &Sequence, start: usize, ids: &[u32], next: &[u32]) -> LaneMeta {

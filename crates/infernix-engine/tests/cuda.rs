@@ -149,6 +149,15 @@ fn a_model_runs_on_the_device_as_on_the_processor() {
         d.close(s);
         let (median, ..) = compare(&format!("{name} chunks"), &got, &want);
         hold(median <= bound, format!("{name}: chunks"));
+        // Layer by layer over windows of the prompt.
+        let options = CudaOptions { window: 128, ..CudaOptions::default() };
+        let mut walked = driver(&a, Cuda::new(options).unwrap());
+        let mut s = walked.open(7).unwrap();
+        let mut got = walked.prefill(&mut s, &text[..385], Want::All).unwrap().logits;
+        got.extend(walked.prefill(&mut s, &text[385..], Want::All).unwrap().logits);
+        let (median, ..) = compare(&format!("{name} windows"), &got, &want);
+        hold(median <= bound, format!("{name}: windows"));
+        drop(walked);
         let from = 20;
         let single = one_by_one(&mut d, &text, from);
         let (median, ..) = compare(&format!("{name} decode"), &single, &want[from..]);

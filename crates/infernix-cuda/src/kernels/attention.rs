@@ -63,6 +63,8 @@ pub struct Attention {
     merge: Kernel,
     append: Kernel,
     prefill: Kernel,
+    /// Where a block of it fits shared memory.
+    rows: Option<Kernel>,
     heads: usize,
     kv_heads: usize,
     d: usize,
@@ -83,12 +85,16 @@ impl Attention {
             });
         }
         let shared = 2 * 32 * (2 * d + 64) + 2 * 32 * (2 * d + 16) + 2 * 16 * 80 + 256;
+        // Four warps of three tiles of 16 keys.
+        let rings = 4 * 3 * 16 * (4 * d + 80);
+        let fits = rings + 1024 <= dev.info().shared_per_block;
         Ok(Attention {
             decode: dev.kernel(&format!("attn_decode_{d}"), shared)?,
             merge: dev.kernel("attn_merge", 0)?,
             append: dev.kernel("kv_append", 0)?,
             prefill: dev
                 .kernel(&format!("attn_prefill_{d}"), 2 * 32 * (2 * d + 64) + 2 * 32 * (2 * d + 16))?,
+            rows: if fits { Some(dev.kernel(&format!("attn_rows_{d}"), rings)?) } else { None },
             heads,
             kv_heads,
             d,
@@ -162,6 +168,36 @@ impl Attention {
         let args = Args::new().ptr(scratch).ptr(ml).ptr(q.pos).ptr(sc).ptr(g).ptr(out);
         let args = args.ints(&[group, self.kv_heads, ratio, splits, self.slots, out_pitch, gp, gh]);
         s.launch(&self.merge, [self.heads as u32, q.rows as u32, 1], 4 * self.d as u32, true, &args)
+    }
+
+    /// Attention of many rows over selected blocks, for prompts: within the bound of [`Attention::launch`], a row's bits do not depend on
+    /// the others. False if the device cannot run it.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one attention")]
+    pub fn launch_rows(
+        &self,
+        s: &Stream,
+        q: &Queries,
+        p: &Paging,
+        sel: &Selection,
+        gate: Option<(u64, usize, usize)>,
+        out: u64,
+        out_pitch: usize,
+        pdl: bool,
+    ) -> Result<bool> {
+        let Some(kernel) = &self.rows else { return Ok(false) };
+        // Blocks of a power of two tokens, 512 at most.
+        if !sel.ratio.is_power_of_two() || sel.pitch > 512 {
+            return Ok(false);
+        }
+        let group = self.heads / self.kv_heads;
+        let scale = std::f64::consts::LOG2_E / (self.d as f64).sqrt();
+        let (g, gp, gh) = gate.unwrap_or((0, 0, 0));
+        let a = Args::new().ptr(q.ptr).ptr(p.keys).ptr(p.values).ptr(p.tables).ptr(q.lane).ptr(q.pos);
+        let a = a.ptr(sel.blocks).ptr(sel.counts).ptr(g).ptr(out);
+        let a = a.ints(&[group, q.pitch, q.head, p.table_pitch, p.page_log, p.page_stride]);
+        let a = a.ints(&[p.token_stride, p.head_stride, sel.pitch, sel.ratio, out_pitch, gp, gh]);
+        s.launch(kernel, [q.rows as u32, self.kv_heads as u32, 1], 128, pdl, &a.f32(scale as f32))?;
+        Ok(true)
     }
 
     /// Dense causal attention of `rows` consecutive tokens of one sequence, the first at position `pos0`; keys of all of them

@@ -8,6 +8,7 @@ use std::sync::Arc;
 pub struct Router {
     topk: Kernel,
     group: Kernel,
+    route: Kernel,
     experts: usize,
     top: usize,
 }
@@ -32,6 +33,7 @@ impl Router {
         Ok(Router {
             topk: dev.kernel("router_topk", 0)?,
             group: dev.kernel("group_experts", 0)?,
+            route: dev.kernel("route_experts", 0)?,
             experts,
             top,
         })
@@ -75,6 +77,51 @@ impl Router {
         let args = args.ptr(x).ptr(t.input).ptr(act).ints(&[h, self.top, usize::from(t.divisor)]);
         let quantise = if x == 0 { 0 } else { picks };
         s.launch(&self.group, [quantise as u32 + 1, 1, 1], 1024, pdl, &args)
+    }
+}
+
+/// Selection, jobs and inputs of a decode round's experts, for [`Router::route`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Routed {
+    /// FP32 `[rows][pitch]`.
+    pub logits: u64,
+    /// Elements between rows of `logits`.
+    pub pitch: usize,
+    /// I32 `[rows][top]` that take the place of the selection, all of equal weight; or 0.
+    pub forced: u64,
+    /// I32 `[rows][top]`, out.
+    pub ids: u64,
+    /// FP32 `[rows][top]`, out.
+    pub weights: u64,
+}
+
+impl Router {
+    /// Rows of one call of [`Router::route`], at most.
+    pub const ROUTED_ROWS: usize = 32;
+
+    /// [`Router::select`] and [`Router::prepare`] in one launch, the same words.
+    #[expect(clippy::too_many_arguments, reason = "logits and inputs to jobs and codes")]
+    pub fn route(
+        &self,
+        s: &Stream,
+        r: Routed,
+        rows: usize,
+        width: usize,
+        j: Jobs,
+        t: &ExpertTable,
+        x: u64,
+        h: usize,
+        act: u64,
+        pdl: bool,
+    ) -> Result<()> {
+        let picks = rows * self.top;
+        if rows > Self::ROUTED_ROWS {
+            return Err(CudaError::Shape { kernel: "route", what: format!("{rows} rows") });
+        }
+        let a = Args::new().ptr(r.logits).ints(&[r.pitch, picks, self.experts, width]).ptr(r.forced);
+        let a = a.ptr(r.ids).ptr(r.weights).ptr(j.jobs).ptr(j.list).ptr(j.count);
+        let a = a.ptr(x).ptr(t.input).ptr(act).ints(&[h, self.top, usize::from(t.divisor)]);
+        s.launch(&self.route, [picks as u32 + 1, 1, 1], 1024, pdl, &a)
     }
 }
 

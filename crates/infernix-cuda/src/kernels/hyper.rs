@@ -26,6 +26,17 @@ pub struct HyperWeights<'a> {
     pub norm: u64,
 }
 
+/// `to_s = bf16(fma(factor_s, y, R_s))`, device addresses: `y` BF16 `[cols][h]`, `factor` FP32 `[cols][4]`, `to` as `R`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Injection {
+    /// What is added, or 0.
+    pub y: u64,
+    /// Factor of each stream.
+    pub factor: u64,
+    /// The new residual.
+    pub to: u64,
+}
+
 impl HyperMix {
     /// `format` is BF16 or q8_g32; `h` a multiple of 32 up to 2560, `rank` up to 320 and a multiple of 16.
     pub fn new(dev: &Arc<Device>, format: WeightFormat, h: usize, rank: usize) -> Result<Self> {
@@ -67,6 +78,27 @@ impl HyperMix {
         b: u64,
         pdl: bool,
     ) -> Result<()> {
+        self.launch_after(s, w, r, None, eps, cols, scratch, x, b, pdl)
+    }
+
+    /// The same behind an injection into the streams, which the first kernel does: `r` is read, the new residual is `add.to`
+    /// (another buffer), and the mix is of that.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one mixer")]
+    pub fn launch_after(
+        &self,
+        s: &Stream,
+        w: &HyperWeights<'_>,
+        r: u64,
+        add: Option<Injection>,
+        eps: f32,
+        cols: usize,
+        scratch: u64,
+        x: u64,
+        b: u64,
+        pdl: bool,
+    ) -> Result<()> {
+        let add = add.unwrap_or_default();
+        let mixed = if add.y == 0 { r } else { add.to };
         let ptr = |l: &Linear| l.scales.as_ref().map_or(0, |b| b.ptr());
         let rstd = scratch + (4 * cols * (self.rank + 8) * 4) as u64;
         let (cp, _, sp) = w.down.format.row_bytes(w.down.k_pad);
@@ -80,7 +112,10 @@ impl HyperMix {
             .f32(eps)
             .ints(&[self.h, self.rank, cols, cp, sp])
             .ptr(scratch)
-            .ptr(rstd);
+            .ptr(rstd)
+            .ptr(add.y)
+            .ptr(add.factor)
+            .ptr(add.to);
         let tiles = self.rank / 16 + usize::from(w.inject.is_some());
         s.launch(&self.down, [tiles as u32, 4, 1], 512, pdl, &args)?;
         let (cp, _, sp) = w.up.format.row_bytes(w.up.k_pad);
@@ -89,7 +124,7 @@ impl HyperMix {
             .ptr(ptr(w.up))
             .ptr(scratch)
             .ptr(rstd)
-            .ptr(r)
+            .ptr(mixed)
             .ptr(w.norm)
             .ints(&[self.h, self.rank, cols, cp, sp, usize::from(w.inject.is_some())])
             .ptr(x)

@@ -64,12 +64,46 @@ impl IndexAppend {
         pages: &IndexPages,
         pdl: bool,
     ) -> Result<()> {
-        let a = Args::new().ptr(raw).ptr(ring.keys).ptr(ring.positions);
-        let a = a.ints(&[ring.stride, ring.positions_stride]).ptr(w).ptr(rope.freq).ptr(rope.axis);
-        let a = a.f32(rope.scale).int(rope.half).f32(eps);
-        let a = a.ptr(lanes.row_lane).ptr(lanes.row_pos).ptr(lanes.positions).ptr(lanes.first);
-        let a = a.ptr(lanes.slots).ptr(pages.tables).ptr(pages.keys);
-        let a = a.ints(&[pages.table_pitch, pages.page_log, pages.page_stride, self.ratio]);
-        s.launch(&self.kernel, [lanes.rows as u32, 1, 1], 128, pdl, &a)
+        let words = index_words(raw, ring, w, rope, eps, lanes, pages, self.ratio);
+        s.launch(&self.kernel, [lanes.rows as u32, 1, 1], 128, pdl, &Args::new().block(&words))
     }
 }
+
+/// The kernels' structure of an append.
+#[expect(clippy::too_many_arguments, reason = "keys, state and pages")]
+pub(super) fn index_words(
+    raw: u64,
+    ring: &IndexRing,
+    w: u64,
+    rope: &Rotary,
+    eps: f32,
+    lanes: &Lanes,
+    pages: &IndexPages,
+    ratio: usize,
+) -> [u64; 19] {
+    let pair = |a: usize, b: usize| a as u64 | (b as u64) << 32;
+    [
+        raw,
+        ring.keys,
+        ring.positions,
+        ring.stride as u64,
+        ring.positions_stride as u64,
+        w,
+        rope.freq,
+        rope.axis,
+        lanes.row_lane,
+        lanes.row_pos,
+        lanes.positions,
+        lanes.first,
+        lanes.slots,
+        pages.tables,
+        pages.keys,
+        pair(rope.scale.to_bits() as usize, eps.to_bits() as usize),
+        pair(rope.half, pages.table_pitch),
+        pair(pages.page_log, pages.page_stride),
+        pair(ratio, INDEX_WIDTH),
+    ]
+}
+
+/// Values of an index key.
+const INDEX_WIDTH: usize = 128;

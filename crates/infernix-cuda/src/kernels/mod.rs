@@ -9,14 +9,17 @@ pub mod chain;
 pub mod experts;
 pub mod gdn;
 pub mod ggml;
+pub mod group;
 pub mod hyper;
 pub mod index;
 pub mod linear;
 pub mod mix;
 pub mod moves;
 pub mod ple;
+pub mod prep;
 pub mod rows;
 pub mod select;
+pub mod skinny;
 pub mod tile;
 pub mod zipf;
 

@@ -1,7 +1,7 @@
 //! Row operations: norms, rope, convolution, gates, embedding, combine. Each rounds once, at its store.
 
 use crate::driver::{Args, Device, Kernel, Stream};
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use std::sync::Arc;
 
 /// The kernels, looked up once.
@@ -312,9 +312,26 @@ impl RowOps {
         s.launch(&self.combine, grid2(n, 256, rows), 256, pdl, &a)
     }
 
-    /// `R_s += b_s y` for four streams in place.
-    pub fn inject(&self, s: &Stream, y: u64, b: u64, r: u64, n: usize, rows: usize, pdl: bool) -> Result<()> {
-        let a = Args::new().ptr(y).ptr(b).ptr(r).int(n);
-        s.launch(&self.inject, grid2(n, 256, rows), 256, pdl, &a)
+    /// `to_s = R_s + b_s y` for four streams; `to` may be `r`.
+    #[expect(clippy::too_many_arguments, reason = "two matrices in, one out")]
+    pub fn inject(
+        &self,
+        s: &Stream,
+        y: u64,
+        b: u64,
+        r: u64,
+        to: u64,
+        n: usize,
+        rows: usize,
+        pdl: bool,
+    ) -> Result<()> {
+        if !n.is_multiple_of(8) {
+            return Err(CudaError::Shape {
+                kernel: "inject",
+                what: format!("{n} values, not a multiple of 8"),
+            });
+        }
+        let a = Args::new().ptr(y).ptr(b).ptr(r).ptr(to).int(n);
+        s.launch(&self.inject, grid2(n, 2048, rows), 256, pdl, &a)
     }
 }

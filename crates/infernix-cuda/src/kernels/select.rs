@@ -22,6 +22,7 @@ pub struct IndexPages {
 /// Scores and top blocks, up to 4 index heads of 128.
 pub struct IndexSelect {
     score: Kernel,
+    score4: Kernel,
     chunk: Kernel,
     select: Kernel,
     heads: usize,
@@ -40,6 +41,7 @@ impl IndexSelect {
         }
         Ok(IndexSelect {
             score: dev.kernel("qsa_score", 0)?,
+            score4: dev.kernel("qsa_score4", 0)?,
             chunk: dev.kernel("qsa_chunk", 0)?,
             select: dev.kernel("qsa_select", 0)?,
             heads,
@@ -87,8 +89,14 @@ impl IndexSelect {
             .ints(&[q_pitch, p.table_pitch, p.page_log, p.page_stride, self.ratio, score_pitch])
             .f32(scale)
             .int(self.heads);
-        s.launch(&self.score, [max_blocks.div_ceil(64).max(1) as u32, rows as u32, 1], 256, pdl, &a)?;
-        if max_blocks > 8192 {
+        let across = max_blocks.div_ceil(64).max(1) as u32;
+        // Few rows fill the device only one by one.
+        if rows >= 64 {
+            s.launch(&self.score4, [across, rows.div_ceil(4) as u32, 1], 256, pdl, &a.int(rows))?;
+        } else {
+            s.launch(&self.score, [across, rows as u32, 1], 256, pdl, &a)?;
+        }
+        if max_blocks > 32768 {
             let a = Args::new().ptr(scores).ptr(pos).ptr(scratch).ints(&[self.ratio, self.want, score_pitch]);
             s.launch(&self.chunk, [chunks as u32, rows as u32, 1], 1024, true, &a)?;
         }

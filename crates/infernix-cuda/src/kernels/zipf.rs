@@ -10,14 +10,16 @@ pub struct ZipfRoute {
     cdf: DeviceBuffer,
     /// The same on the host, for [`ZipfRoute::picks`].
     law: Vec<f32>,
+    laws: DeviceBuffer,
+    layers: usize,
     experts: usize,
     repeat: f32,
 }
 
 impl ZipfRoute {
     /// Rank i (from 0) has probability proportional to `(i + 1)^-s`; a pick is the one of the position before with probability
-    /// `repeat`.
-    pub fn new(dev: &Arc<Device>, experts: usize, s: f64, repeat: f32) -> Result<Self> {
+    /// `repeat`. `seeds`: of each layer's order and picks.
+    pub fn new(dev: &Arc<Device>, experts: usize, s: f64, repeat: f32, seeds: &[u64]) -> Result<Self> {
         let weights: Vec<f64> = (0..experts).map(|i| ((i + 1) as f64).powf(-s)).collect();
         let total: f64 = weights.iter().sum();
         let mut sum = 0.0;
@@ -31,10 +33,19 @@ impl ZipfRoute {
         if let Some(last) = cdf.last_mut() {
             *last = 2.0;
         }
+        let laws: Vec<u64> = seeds
+            .iter()
+            .flat_map(|s| {
+                let (a, b) = Self::permutation(experts, *s);
+                [*s, a as u64, b as u64]
+            })
+            .collect();
         Ok(ZipfRoute {
             kernel: dev.kernel("zipf_route", 0)?,
             cdf: dev.upload(&cdf)?,
             law: cdf,
+            laws: dev.upload(&laws)?,
+            layers: seeds.len(),
             experts,
             repeat,
         })
@@ -82,7 +93,13 @@ impl ZipfRoute {
         ids[..top].iter().map(|i| *i as i32).collect()
     }
 
-    /// `ids` I32 and `weights` FP32 `[rows][top]`, `top` at most 32; `row_pos` I32 `[rows]`.
+    /// Layers it has a law for.
+    pub fn layers(&self) -> usize {
+        self.layers
+    }
+
+    /// Picks of `layers` layers from `layer` on: `ids` I32 and `weights` FP32 (or 0) `[layers][rows][top]`, `top` at most 32;
+    /// `row_pos` I32 `[rows]`.
     #[expect(clippy::too_many_arguments, reason = "positions in, picks out")]
     pub fn launch(
         &self,
@@ -90,15 +107,15 @@ impl ZipfRoute {
         row_pos: u64,
         rows: usize,
         top: usize,
-        seed: u64,
+        layer: usize,
+        layers: usize,
         ids: u64,
         weights: u64,
         pdl: bool,
     ) -> Result<()> {
-        let (a, b) = Self::permutation(self.experts, seed);
         let args = Args::new().ptr(ids).ptr(weights).ptr(row_pos).ptr(self.cdf.ptr());
-        let args = args.ints(&[rows, top, self.experts, a, b]).ptr(seed).f32(self.repeat);
-        s.launch(&self.kernel, [rows.div_ceil(4) as u32, 1, 1], 128, pdl, &args)
+        let args = args.ints(&[rows, top, self.experts]).ptr(self.laws.ptr()).int(layer).f32(self.repeat);
+        s.launch(&self.kernel, [rows.div_ceil(4) as u32, layers as u32, 1], 128, pdl, &args)
     }
 }
 

@@ -116,7 +116,7 @@ fn injection(run: &mut Run) -> Result<()> {
         let (y, r) = (run.rng.bf16(rows * n, 2.0), run.rng.bf16(rows * 4 * n, 2.0));
         let b = run.rng.f32(rows * 4, 1.0);
         let (dy, db, dr) = (dev.upload(&y)?, dev.upload(&b)?, dev.upload(&r)?);
-        ops.inject(&run.stream, dy.ptr(), db.ptr(), dr.ptr(), n, rows, false)?;
+        ops.inject(&run.stream, dy.ptr(), db.ptr(), dr.ptr(), dr.ptr(), n, rows, false)?;
         run.stream.synchronize()?;
         let want: Vec<u16> = (0..rows * 4 * n)
             .map(|at| {
@@ -439,12 +439,12 @@ fn zipf(run: &mut Run) -> Result<()> {
     for (experts, top, s, repeat) in
         [(512usize, 10usize, 1.2f64, 0.3f32), (60, 8, 0.8, 0.0), (4, 4, 2.0, 0.5)]
     {
-        let route = ZipfRoute::new(&dev, experts, s, repeat)?;
         let seed = run.rng.next_u64();
+        let route = ZipfRoute::new(&dev, experts, s, repeat, &[seed])?;
         let pos: Vec<i32> = (0..37).map(|i| i * i * 7 % 4001).collect();
         let rows = pos.len();
         let (dp, ids, weights) = (dev.upload(&pos)?, dev.alloc(4 * rows * top)?, dev.alloc(4 * rows * top)?);
-        route.launch(&run.stream, dp.ptr(), rows, top, seed, ids.ptr(), weights.ptr(), false)?;
+        route.launch(&run.stream, dp.ptr(), rows, top, 0, 1, ids.ptr(), weights.ptr(), false)?;
         run.stream.synchronize()?;
         let want: Vec<i32> = pos.iter().flat_map(|p| route.picks(*p as u64, top, seed)).collect();
         let case = format!("top {top} of {experts}, exponent {s}, repeat {repeat}");

@@ -9,6 +9,7 @@ mod attention8;
 #[cfg(test)]
 mod coverage;
 mod experts;
+mod fused;
 mod ggml;
 mod glue;
 mod hyper;
@@ -57,6 +58,7 @@ pub const FAMILIES: &[&str] = &[
     "router",
     "rows",
     "glue",
+    "fused",
     "attention",
     "attention8",
     "select",
@@ -166,6 +168,7 @@ pub fn selftest(options: &Options) -> Result<Value> {
             "router" => experts::router(&mut run),
             "rows" => rows::run(&mut run),
             "glue" => glue::run(&mut run),
+            "fused" => fused::run(&mut run),
             "attention" => attention::run(&mut run),
             "attention8" => attention8::run(&mut run),
             "select" => select::run(&mut run),

@@ -468,6 +468,15 @@ pub trait Backend: Sized {
         blocks::moe_block(self, x, w, at, trace)
     }
 
+    /// Rows of a prompt call that operations take at a time, at most: a longer call of one lane is walked layer by layer, window by
+    /// window, so that what a layer needs is fetched once.
+    fn window_rows(&self) -> usize {
+        usize::MAX
+    }
+
+    /// From here on operations concern these rows of the round, which follow those of the window before within each layer.
+    fn window(&mut self, _rows: std::ops::Range<usize>) {}
+
     /// n-gram embedding added to the streams `[T, nH]`.
     fn ple_block(&mut self, r: &mut Self::Buf, tickets: &[NgramTicket], w: &PleWeights<Self>, at: At<'_>) {
         blocks::ple_block(self, r, tickets, w, at);

@@ -4,7 +4,7 @@ use super::{NgramTicket, RowSource};
 use crate::error::EngineError;
 use infernix_model::PleConfig;
 use infernix_model::ngram::{Constants, constants};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -49,6 +49,8 @@ pub struct Ngram {
 struct Inner {
     source: Box<dyn RowSource>,
     cache: Mutex<Cache>,
+    /// Whether the cache holds anything.
+    cached: bool,
     requested: AtomicU64,
     distinct: AtomicU64,
     hits: AtomicU64,
@@ -91,48 +93,72 @@ impl Cache {
     }
 }
 
-/// Part of a request: distinct rows still to read.
+/// A range of a request's rows.
 struct Job {
-    rows: Vec<u64>,
+    /// Number of the range.
+    part: usize,
+    range: std::ops::Range<usize>,
     request: Arc<Request>,
 }
 
-/// Rows gathered so far, and where they go.
+/// Parts read so far, and where they go.
 struct Request {
     /// Row of each (column, head).
     wanted: Vec<u64>,
-    found: Mutex<HashMap<u64, Vec<f32>>>,
+    parts: Mutex<Vec<Vec<f32>>>,
     open: AtomicUsize,
     ticket: NgramTicket,
-    width: usize,
-}
-
-impl Request {
-    fn finish(&self) {
-        let found = self.found.lock().unwrap_or_else(|e| e.into_inner());
-        let mut out = Vec::with_capacity(self.wanted.len() * self.width);
-        for row in &self.wanted {
-            match found.get(row) {
-                Some(v) => out.extend_from_slice(v),
-                None => return self.ticket.fulfil(Err(format!("row {row} was not read"))),
-            }
-        }
-        self.ticket.fulfil(Ok(out));
-    }
 }
 
 impl Inner {
     fn run(&self, job: &Job) {
-        let read = self.source.read_many(&job.rows, &mut |row, values| {
-            self.cache.lock().unwrap_or_else(|e| e.into_inner()).put(row, values);
-            job.request.found.lock().unwrap_or_else(|e| e.into_inner()).insert(row, values.to_vec());
-        });
-        if let Err(e) = read {
-            job.request.ticket.fulfil(Err(e));
+        match self.read(&job.request.wanted[job.range.clone()]) {
+            Ok(values) => {
+                job.request.parts.lock().unwrap_or_else(|e| e.into_inner())[job.part] = values;
+            }
+            Err(e) => job.request.ticket.fulfil(Err(e)),
         }
         if job.request.open.fetch_sub(1, Ordering::AcqRel) == 1 {
-            job.request.finish();
+            let parts = std::mem::take(&mut *job.request.parts.lock().unwrap_or_else(|e| e.into_inner()));
+            job.request.ticket.fulfil_pieces(Ok(parts));
         }
+    }
+
+    /// Values of the wanted rows, in order; a row that is wanted several times is read once.
+    fn read(&self, wanted: &[u64]) -> Result<Vec<f32>, String> {
+        let width = self.source.width();
+        let mut out = vec![0f32; wanted.len() * width];
+        // Neighbours together: rows of one block are read one after another.
+        let mut order: Vec<(u64, usize)> = wanted.iter().copied().zip(0..).collect();
+        order.sort_unstable();
+        let mut places = |row: u64, values: &[f32]| {
+            let first = order.partition_point(|(r, _)| *r < row);
+            for (_, at) in order[first..].iter().take_while(|(r, _)| *r == row) {
+                out[at * width..(at + 1) * width].copy_from_slice(values);
+            }
+        };
+        let mut rows: Vec<u64> = order.iter().map(|(r, _)| *r).collect();
+        rows.dedup();
+        self.distinct.fetch_add(rows.len() as u64, Ordering::Relaxed);
+        if self.cached {
+            let mut cache = self.cache.lock().unwrap_or_else(|e| e.into_inner());
+            let before = rows.len();
+            rows.retain(|row| match cache.get(*row) {
+                Some(v) => {
+                    places(*row, v);
+                    false
+                }
+                None => true,
+            });
+            self.hits.fetch_add((before - rows.len()) as u64, Ordering::Relaxed);
+        }
+        self.source.read_many(&rows, &mut |row, values| {
+            if self.cached {
+                self.cache.lock().unwrap_or_else(|e| e.into_inner()).put(row, values);
+            }
+            places(row, values);
+        })?;
+        Ok(out)
     }
 }
 
@@ -175,7 +201,9 @@ impl Ngram {
         let capacity = options.cache_bytes / (4 * width + 64);
         let cache = Mutex::new(Cache { capacity, ..Cache::default() });
         let zero = AtomicU64::default;
-        let inner = Arc::new(Inner { source, cache, requested: zero(), distinct: zero(), hits: zero() });
+        let cached = capacity > 0;
+        let inner =
+            Arc::new(Inner { source, cache, cached, requested: zero(), distinct: zero(), hits: zero() });
         let (sender, receiver) = channel();
         let receiver = Arc::new(Mutex::new(receiver));
         let mut threads = Vec::new();
@@ -221,37 +249,22 @@ impl Ngram {
     /// Starts reading the rows of new columns.
     pub fn request(&self, table: usize, before: &[u32], ids: &[u32]) -> NgramTicket {
         let wanted = self.row_ids(table, before, ids);
-        let distinct: HashSet<u64> = wanted.iter().copied().collect();
         self.inner.requested.fetch_add(wanted.len() as u64, Ordering::Relaxed);
-        self.inner.distinct.fetch_add(distinct.len() as u64, Ordering::Relaxed);
-        let (mut found, mut missing) = (HashMap::new(), Vec::new());
-        {
-            let mut cache = self.inner.cache.lock().unwrap_or_else(|e| e.into_inner());
-            for row in distinct {
-                match cache.get(row) {
-                    Some(v) => drop(found.insert(row, v.to_vec())),
-                    None => missing.push(row),
-                }
-            }
-        }
-        self.inner.hits.fetch_add(found.len() as u64, Ordering::Relaxed);
-        // Neighbours together: rows of one block are read one after another.
-        missing.sort_unstable();
         let ticket = NgramTicket::expecting(wanted.len() * self.width);
-        let size = missing.len().div_ceil(self.threads.len().max(1)).max(1);
-        let parts: Vec<Vec<u64>> = missing.chunks(size).map(<[u64]>::to_vec).collect();
+        // A part a reader; more of them for long prompts, which level out what readers wait for.
+        let total = wanted.len();
+        let most = self.threads.len().max(1) * if total >= 1 << 14 { 4 } else { 1 };
+        let size = total.div_ceil(most).max(1);
+        let parts = total.div_ceil(size).max(1);
         let request = Arc::new(Request {
             wanted,
-            found: Mutex::new(found),
-            open: AtomicUsize::new(parts.len()),
+            parts: Mutex::new(vec![Vec::new(); parts]),
+            open: AtomicUsize::new(parts),
             ticket: ticket.clone(),
-            width: self.width,
         });
-        if parts.is_empty() {
-            request.finish();
-        }
-        for rows in parts {
-            let job = Job { rows, request: request.clone() };
+        for part in 0..parts {
+            let range = part * size..((part + 1) * size).min(total);
+            let job = Job { part, range, request: request.clone() };
             match &self.jobs {
                 None => self.inner.run(&job),
                 Some(sender) => {

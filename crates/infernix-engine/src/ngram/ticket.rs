@@ -10,7 +10,9 @@ pub struct NgramTicket {
     shared: Arc<(Mutex<Slot>, Condvar)>,
 }
 
-type Slot = Option<Result<Arc<Vec<f32>>, String>>;
+/// Rows of consecutive columns, one piece a reader.
+type Pieces = Arc<Vec<Arc<Vec<f32>>>>;
+type Slot = Option<Result<Pieces, String>>;
 
 impl NgramTicket {
     /// A ticket that is already served.
@@ -32,8 +34,13 @@ impl NgramTicket {
 
     /// Serves the ticket; the first result stays. Another number of values than expected is a failure.
     pub fn fulfil(&self, result: Result<Vec<f32>, String>) {
-        let result = result.and_then(|rows| match rows.len() {
-            n if n == self.values => Ok(rows),
+        self.fulfil_pieces(result.map(|rows| vec![rows]));
+    }
+
+    /// The same with values that lie in pieces, in order.
+    pub fn fulfil_pieces(&self, result: Result<Vec<Vec<f32>>, String>) {
+        let result = result.and_then(|rows| match rows.iter().map(Vec::len).sum::<usize>() {
+            n if n == self.values => Ok(rows.into_iter().map(Arc::new).collect()),
             n => Err(format!("{n} table values, expected {}", self.values)),
         });
         let mut slot = self.shared.0.lock().unwrap_or_else(|e| e.into_inner());
@@ -43,6 +50,15 @@ impl NgramTicket {
 
     /// Waits for the rows.
     pub fn wait(&self) -> Result<Arc<Vec<f32>>, EngineError> {
+        let pieces = self.wait_pieces()?;
+        Ok(match &pieces[..] {
+            [one] => one.clone(),
+            several => Arc::new(several.iter().flat_map(|p| p.iter().copied()).collect()),
+        })
+    }
+
+    /// Waits for the rows, as they were read: large calls spare a copy.
+    pub fn wait_pieces(&self) -> Result<Pieces, EngineError> {
         let mut slot = self.shared.0.lock().unwrap_or_else(|e| e.into_inner());
         loop {
             match &*slot {

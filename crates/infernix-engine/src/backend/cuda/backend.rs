@@ -12,6 +12,9 @@ use crate::state::StateLayout;
 use infernix_cuda::kernels::linear::Out;
 use infernix_cuda::kernels::moves::RowCopy;
 
+/// Widths of the hidden state that a prompt row's activations take while its experts run, in BF16.
+const ROW_WIDTHS: usize = 26;
+
 impl Backend for Cuda {
     type Buf = CudaBuf;
     type Weight = CudaWeight;
@@ -40,6 +43,7 @@ impl Backend for Cuda {
     }
 
     fn experts_weight(&mut self, spec: &ExpertSpec, data: ExpertData) -> Result<CudaExperts, EngineError> {
+        self.hidden = self.hidden.max(spec.hidden);
         CudaExperts::new(&self.vram, &mut self.tiers, spec, data)
     }
 
@@ -53,9 +57,14 @@ impl Backend for Cuda {
         let b = self.vram.take("rounds", 4 * identity.len())?;
         b.write(0, &identity).map_err(fault)?;
         self.identity = Some(b);
-        // What experts leave free is for activations: prompt calls of 8,192 rows of Flash-Next take 3.8 GiB, of 4,096 rows 2.3.
-        let reserve = (self.vram.left()? / 6).clamp(512 << 20, 4 << 30);
-        self.tiers.place(&self.vram, &self.stream, reserve)?;
+        if self.tiers.layers() > 0 {
+            // Experts get what activations leave. Most of a prompt row's are its picks: packed inputs, hidden values and outputs.
+            let rows = self.options.prompt_rows;
+            let most =
+                rows.min(self.options.window) * ROW_WIDTHS * self.hidden * 2 + rows * 4 * self.hidden * 2;
+            self.arena.reserve(most + (128 << 20))?;
+        }
+        self.tiers.place(&self.vram, &self.stream, 128 << 20)?;
         self.stream.synchronize().map_err(fault)
     }
 
@@ -349,6 +358,9 @@ impl Backend for Cuda {
         self.mark(at);
         let groups = x.width / w.k.max(1);
         self.make(x.rows, groups * w.n, out == Boundary::F32, |c, y| {
+            if at.site == (Site { layer: Site::GLOBAL, op: Op::Head }) {
+                c.head = Some((y.ptr, y.bytes()));
+            }
             let out = if out == Boundary::F32 { Out::F32 } else { Out::Bf16 };
             c.product(w, Cuda::act(x)?, w.k, x.rows * groups, y.ptr, w.n, out)
         })
@@ -417,10 +429,13 @@ impl Backend for Cuda {
                     factor.width
                 )));
             }
+            if c.is_decode() {
+                return c.defer_injection(r, y, factor);
+            }
             let pdl = c.pdl();
             let (to, from) = (Cuda::act(r)?, Cuda::act(y)?);
             c.changed(to);
-            c.plans.rows.inject(&c.stream, from, factor.ptr, to, y.width, y.rows, pdl).map_err(fault)
+            c.plans.rows.inject(&c.stream, from, factor.ptr, to, to, y.width, y.rows, pdl).map_err(fault)
         });
     }
 
@@ -429,8 +444,7 @@ impl Backend for Cuda {
         let rows = at.rows.len();
         let width = tickets.iter().map(NgramTicket::values).sum::<usize>() / rows.max(1);
         let staged = self.guard(|c| c.stage(tickets, rows, width));
-        let ptr = staged.unwrap_or(0);
-        CudaBuf { lease: None, ptr, rows, width, f32: false, convolution: 0 }
+        staged.unwrap_or_else(|| CudaBuf::failed(rows, width, false))
     }
 
     fn ple_gate(
@@ -594,6 +608,18 @@ impl Backend for Cuda {
         self.make(x.rows, x.width, false, |c, y| c.run_experts(x, routing, store, shared, shared_logit, y))
     }
 
+    fn window_rows(&self) -> usize {
+        self.options.window.max(1)
+    }
+
+    fn window(&mut self, rows: std::ops::Range<usize>) {
+        self.guard(|c| {
+            c.pack.replace(None);
+            let known = c.round.as_mut().is_some_and(|r| r.look_at(rows.clone()));
+            if known { Ok(()) } else { Err(EngineError::Round(format!("rows {rows:?} are no window"))) }
+        });
+    }
+
     fn hyper_mix(
         &mut self,
         r: &CudaBuf,
@@ -604,7 +630,42 @@ impl Backend for Cuda {
         self.mark(at);
         match self.fused_hyper(r, w) {
             Some(done) => done,
-            None => blocks::hyper_mix(self, r, w, base, at),
+            None => {
+                // The two products of the normed streams one after another: they share its packed form.
+                let [norm, down, up, factor] = base.hyper();
+                let spec = NormSpec { groups: w.streams, zero_centred: true, eps: w.eps };
+                let n = self.norm(r, &w.norm, spec, at.op(norm));
+                let f = w.inject.as_ref().map(|i| self.hyper_factor(&n, i, w.streams, at.op(factor)));
+                let m = self.hyper_down(&n, &w.down, w.streams, at.op(down));
+                (self.hyper_up(&n, &m, &w.up, w.streams, at.op(up)), f)
+            }
+        }
+    }
+
+    fn gdn_block(&mut self, x: &CudaBuf, w: &GdnWeights<Self>, at: At<'_>) -> CudaBuf {
+        match self.fused_gdn(x, w, at) {
+            Some(y) => y,
+            None => blocks::gdn_block(self, x, w, at),
+        }
+    }
+
+    fn mlp_block(&mut self, x: &CudaBuf, w: &MlpWeights<Self>, at: At<'_>) -> CudaBuf {
+        match self.fused_mlp(x, w, at) {
+            Some(y) => y,
+            None => blocks::mlp_block(self, x, w, at),
+        }
+    }
+
+    fn moe_block(
+        &mut self,
+        x: &CudaBuf,
+        w: &MoeWeights<Self>,
+        at: At<'_>,
+        mut trace: Option<&mut Trace>,
+    ) -> CudaBuf {
+        match self.fused_moe(x, w, at, trace.as_deref_mut()) {
+            Some(y) => y,
+            None => blocks::moe_block(self, x, w, at, trace),
         }
     }
 

@@ -2,9 +2,10 @@
 
 use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::{CudaExperts, Store};
+use super::fused::Pending;
 use super::state::INDEX_DIM;
 use super::tiers::Records;
-use super::vram::{CudaBuf, fault};
+use super::vram::{CudaBuf, Lease, fault};
 use super::weights::CudaWeight;
 use crate::backend::{At, AttentionWeights, Backend, Boundary, GdnDims, HyperWeights, Op, RopeTable, Trace};
 use crate::error::EngineError;
@@ -15,7 +16,7 @@ use infernix_cuda::kernels::gdn::{ChunkArgs, GdnArgs};
 use infernix_cuda::kernels::hyper::HyperWeights as HyperMatrices;
 use infernix_cuda::kernels::linear::{Linear, Out, WeightFormat};
 use infernix_cuda::kernels::tile::{Epilogue, ExpertPlanes, Quantise, Sorted, Tile, TileFormat};
-use infernix_cuda::kernels::zipf::ZipfRoute;
+use std::sync::Arc;
 
 /// Rows of a prompt whose selections, or experts without a tile product, are computed at a time.
 pub(super) const BATCH: usize = 256;
@@ -43,6 +44,20 @@ impl Cuda {
         r: &CudaBuf,
         w: &HyperWeights<Self>,
     ) -> Option<(CudaBuf, Option<CudaBuf>)> {
+        let add = self.take_injection(r);
+        let fused = self.fused_mix(r, w, add.as_ref());
+        if fused.is_none() {
+            self.pending = add;
+        }
+        fused
+    }
+
+    fn fused_mix(
+        &mut self,
+        r: &CudaBuf,
+        w: &HyperWeights<Self>,
+        add: Option<&Pending>,
+    ) -> Option<(CudaBuf, Option<CudaBuf>)> {
         let (down, up) = (only(&w.down)?, only(&w.up)?);
         let inject = match &w.inject {
             Some(i) => Some(only(i)?),
@@ -58,13 +73,18 @@ impl Cuda {
         let mut factor = None;
         let x = self.make(r.rows, h, false, |c, x| {
             let b = c.fresh(r.rows, 4, true)?;
-            let (from, norm) = (Cuda::act(r)?, w.norm.plain()?);
+            let norm = w.norm.plain()?;
+            let (from, add) = match add.map(Pending::injection) {
+                Some((from, add)) => (from, Some(add)),
+                None => (Cuda::act(r)?, None),
+            };
             let pdl = c.pdl();
             let bytes = c.plans.hyper(down.format, h, rank).map_err(fault)?.scratch(r.rows);
             let scratch = c.arena.lease(bytes)?;
             let matrices = HyperMatrices { down, up, inject, norm };
             let mix = c.plans.hyper(down.format, h, rank).map_err(fault)?;
-            mix.launch(&c.stream, &matrices, from, w.eps as f32, r.rows, scratch.ptr(), x.ptr, b.ptr, pdl)
+            let eps = w.eps as f32;
+            mix.launch_after(&c.stream, &matrices, from, add, eps, r.rows, scratch.ptr(), x.ptr, b.ptr, pdl)
                 .map_err(fault)?;
             factor = Some(b);
             Ok(())
@@ -144,7 +164,7 @@ impl Cuda {
         if u.convolution == 0 {
             return Err(EngineError::Round("a recurrence without its convolution".into()));
         }
-        if !self.is_decode() && lanes.rows >= CHUNK_ROWS {
+        if !self.is_decode() && (lanes.rows >= CHUNK_ROWS || self.round()?.continues()) {
             return self.chunked_gdn(id, u, a, b, a_log, dt_bias, y);
         }
         let args = GdnArgs {
@@ -200,12 +220,15 @@ impl Cuda {
             let round = self.round()?;
             let (rows, slot) = (round.lane_rows[l].clone(), round.meta.lanes[l].slot);
             let half = self.state()?.half[slot];
-            let (from, to) = (2 * slot + half, 2 * slot + 1 - half);
+            let to = 2 * slot + 1 - half;
+            let from = if round.continues() { to } else { 2 * slot + half };
             let state = |s: usize| at.state + (4 * s * at.state_stride) as u64;
             let conv = |s: usize| at.conv + (2 * s * at.conv_stride) as u64;
             let row = |p: u64, width: usize| p + (2 * rows.start * width) as u64;
-            self.stream.copy(state(to), state(from), nv << 16).map_err(fault)?;
-            self.stream.copy(conv(to), conv(from), 3 * c * 2).map_err(fault)?;
+            if from != to {
+                self.stream.copy(state(to), state(from), nv << 16).map_err(fault)?;
+                self.stream.copy(conv(to), conv(from), 3 * c * 2).map_err(fault)?;
+            }
             let (x, out, n) = (row(Cuda::act(u)?, c), row(mixed.ptr, c), rows.len());
             let ops = &self.plans.rows;
             ops.conv_silu(&self.stream, x, conv(from), u.convolution, out, c, n, c, c, false)
@@ -283,6 +306,10 @@ impl Cuda {
         at: At<'_>,
         trace: Option<&mut Trace>,
     ) -> CudaBuf {
+        if let Some((q, gate, iq)) = self.fused_projections(x, w, at, trace.is_some()) {
+            let selection = iq.map(|iq| self.index_select(w.state, &iq, at.op(Op::IndexScore)));
+            return self.gated_output(&q, &gate, selection, w, at, trace);
+        }
         let q = self.linear(x, &w.q, Boundary::Act, at.op(Op::AttnQ));
         let gate = self.linear(x, &w.gate, Boundary::Act, at.op(Op::AttnGate));
         let k = self.linear(x, &w.k, Boundary::Act, at.op(Op::AttnK));
@@ -300,20 +327,31 @@ impl Cuda {
             let iq = self.norm_rope(&iq, &i.q_norm, &w.rope, w.eps, at.op(Op::IndexNormQ));
             Some(self.index_select(w.state, &iq, at.op(Op::IndexScore)))
         });
-        let selection = selection.flatten();
+        self.gated_output(&q, &gate, selection.flatten(), w, at, trace)
+    }
+
+    fn gated_output(
+        &mut self,
+        q: &CudaBuf,
+        gate: &CudaBuf,
+        selection: Option<CudaSelection>,
+        w: &AttentionWeights<Self>,
+        at: At<'_>,
+        trace: Option<&mut Trace>,
+    ) -> CudaBuf {
         if let (Some(t), Some(s)) = (trace, &selection) {
             t.blocks = Some(self.read_selection(s));
         }
         self.mark(at.op(Op::AttnOut));
         let o = self.make(q.rows, q.width, false, |c, y| {
-            c.run_attention(w.state, &q, selection.as_ref(), Some(&gate), y)
+            c.run_attention(w.state, q, selection.as_ref(), Some(gate), y)
         });
         self.linear(&o, &w.o, Boundary::Act, at.op(Op::AttnO))
     }
 
     /// Whether no row of the round has more blocks than are kept. In decode rounds by the rounded length, so that the answer
     /// changes no graph between rounds.
-    fn all_dense(&self, id: usize) -> bool {
+    pub(super) fn all_dense(&self, id: usize) -> bool {
         let (Some(r), Some(s)) = (&self.round, &self.state) else { return true };
         s.layout.attention[id].index.is_none_or(|i| r.longest / i.ratio <= i.budget / i.ratio)
     }
@@ -423,7 +461,35 @@ impl Cuda {
                     )
                     .map_err(fault)?;
             }
-            for first in (rows.start + dense..rows.end).step_by(BATCH) {
+            let first = rows.start + dense;
+            if let (Some(s), true) = (selection, first < rows.end) {
+                let own = Selection {
+                    blocks: shift(s.ids.ptr, first, s.keep, 4),
+                    counts: shift(s.counts.ptr, first, 1, 4),
+                    pitch: s.keep,
+                    ratio: s.ratio,
+                };
+                let n = rows.end - first;
+                let queries = Queries {
+                    ptr: shift(qp, first, q.width, 2),
+                    pitch: q.width,
+                    head: d,
+                    lane: shift(lanes.row_lane, first, 1, 4),
+                    pos: shift(lanes.row_pos, first, 1, 4),
+                    rows: n,
+                    max_len: start + n,
+                };
+                let gate = gp.map(|(p, width)| (shift(p, first, width, 2), width, d));
+                let out = shift(y.ptr, first, y.width, 2);
+                let pdl = self.pdl();
+                let attention = self.plans.attention(heads, a.kv_heads, d, false).map_err(fault)?;
+                let done =
+                    attention.launch_rows(&self.stream, &queries, &paging, &own, gate, out, y.width, pdl);
+                if done.map_err(fault)? {
+                    continue;
+                }
+            }
+            for first in (first..rows.end).step_by(BATCH) {
                 let n = BATCH.min(rows.end - first);
                 some(self, first, n, start + first + n - rows.start, true)?;
             }
@@ -525,15 +591,8 @@ impl Cuda {
     ) -> Result<CudaRouting, EngineError> {
         let rows = logits.rows;
         let (ids, weights) = (self.fresh(rows, top, true)?, self.fresh(rows, top, true)?);
-        if let Some(law) = self.options.routing {
-            let zipf = match self.zipf.take() {
-                Some(z) => z,
-                None => ZipfRoute::new(&self.vram.device, logits.width, law.s, law.repeat).map_err(fault)?,
-            };
-            let (pos, seed, pdl) = (self.round()?.lanes.row_pos, law.layer_seed(at.site.layer), self.pdl());
-            let done = zipf.launch(&self.stream, pos, rows, top, seed, ids.ptr, weights.ptr, pdl);
-            self.zipf = Some(zipf);
-            done.map_err(fault)?;
+        if self.options.routing.is_some() {
+            self.run_law(at.site.layer, 1, logits.width, top, rows, ids.ptr, weights.ptr)?;
             return Ok(CudaRouting { ids, weights, top });
         }
         let pdl = self.pdl();
@@ -576,12 +635,12 @@ impl Cuda {
             (_, true) => EXPERT_ROWS,
             _ => BATCH,
         };
-        let identity = self.identity.as_ref().map_or(0, infernix_cuda::DeviceBuffer::ptr);
         for first in (0..x.rows).step_by(step) {
             let n = step.min(x.rows - first);
             let mut sorted = None;
             let out = match &store.store {
-                Store::Exact { alpha, input, divisor, .. } => {
+                Store::Exact { bank, alpha, input, divisor } => {
+                    let bank = *bank;
                     let table = ExpertTable {
                         records: records.whole,
                         alpha: alpha.ptr(),
@@ -589,9 +648,10 @@ impl Cuda {
                         divisor: *divisor,
                     };
                     if tiled {
-                        let (out, slot) =
+                        let (out, slot, base) =
                             self.tiled_experts(x, routing, store, &table, records.down, first, n)?;
                         sorted = Some(slot);
+                        self.log_sorted(bank, base.ptr(), store.experts)?;
                         out
                     } else {
                         self.exact_experts(x, routing, store, &table, first, n)?
@@ -619,34 +679,51 @@ impl Cuda {
                     out
                 }
             };
-            let at = |b: &CudaBuf| b.ptr + (first * b.pitch()) as u64;
-            let places = sorted.as_ref().map_or(identity, |s: &CudaBuf| s.ptr);
-            let pdl = self.pdl();
-            self.plans
-                .rows
-                .combine(
-                    &self.stream,
-                    out.ptr,
-                    places,
-                    at(&routing.weights),
-                    at(shared),
-                    at(shared_logit),
-                    shared_logit.width,
-                    0,
-                    0,
-                    at(y),
-                    y.width,
-                    routing.top,
-                    n,
-                    pdl,
-                )
-                .map_err(fault)?;
+            let places = sorted.as_ref().map_or(0, |s: &CudaBuf| s.ptr);
+            self.combine(&out, places, routing, shared, shared_logit, y, first, n)?;
         }
-        if let (Store::Exact { bank, .. }, true) = (&store.store, self.streaming) {
+        if let (Store::Exact { bank, .. }, true) = (&store.store, self.streaming && self.round()?.is_last()) {
             self.tiers.streamed_done(&self.stream, *bank)?;
             self.chained = false;
         }
         Ok(())
+    }
+
+    /// The sum of the experts of `n` rows from `first` on, shared expert last. `places`: row of `out` of each pick, or 0: in order.
+    #[expect(clippy::too_many_arguments, reason = "outputs, weights and what they make")]
+    pub(super) fn combine(
+        &mut self,
+        out: &CudaBuf,
+        places: u64,
+        routing: &CudaRouting,
+        shared: &CudaBuf,
+        shared_logit: &CudaBuf,
+        y: &CudaBuf,
+        first: usize,
+        n: usize,
+    ) -> Result<(), EngineError> {
+        let identity = self.identity.as_ref().map_or(0, infernix_cuda::DeviceBuffer::ptr);
+        let at = |b: &CudaBuf| b.ptr + (first * b.pitch()) as u64;
+        let pdl = self.pdl();
+        self.plans
+            .rows
+            .combine(
+                &self.stream,
+                out.ptr,
+                if places == 0 { identity } else { places },
+                at(&routing.weights),
+                at(shared),
+                at(shared_logit),
+                shared_logit.width,
+                0,
+                0,
+                at(y),
+                y.width,
+                routing.top,
+                n,
+                pdl,
+            )
+            .map_err(fault)
     }
 
     /// Outputs of all picks of some rows, in pick order.
@@ -695,7 +772,7 @@ impl Cuda {
         down: u64,
         first: usize,
         n: usize,
-    ) -> Result<(CudaBuf, CudaBuf), EngineError> {
+    ) -> Result<(CudaBuf, CudaBuf, Arc<Lease>), EngineError> {
         let (h, i, top, experts) = (store.hidden, store.intermediate, routing.top, store.experts);
         let picks = n * top;
         let ids = routing.ids.ptr + (4 * first * top) as u64;
@@ -732,19 +809,20 @@ impl Cuda {
         };
         let last = ExpertPlanes { tab: down, n: h, k: i, k_pad: i, down: true, ..gate_up };
         let quantise = |down| Some(Quantise { input: table.input, divisor: table.divisor, down });
-        let (mid, out) = (self.fresh(picks, i, false)?, self.fresh(picks, h, false)?);
+        let mid = self.fresh(picks, i, false)?;
         let packed = lease(self, Tile::packed_bytes(places, h))?;
         let (s, tile) = (&self.stream, self.plans.tile(TileFormat::Rg16).map_err(fault)?);
         tile.pack_sorted(s, from, h, h, sorted, top, jobs, quantise(false), packed.ptr(), true)
             .map_err(fault)?;
         tile.grouped(s, &gate_up, sorted, packed.ptr(), mid.ptr, i, Epilogue::SwiGlu, true).map_err(fault)?;
         drop(packed);
+        let out = self.fresh(picks, h, false)?;
         let packed = self.arena.lease(Tile::packed_bytes(places, i))?;
         let (s, tile) = (&self.stream, self.plans.tile(TileFormat::Rg16).map_err(fault)?);
         tile.pack_sorted(s, mid.ptr, i, i, sorted, 0, jobs, quantise(true), packed.ptr(), true)
             .map_err(fault)?;
         tile.grouped(s, &last, sorted, packed.ptr(), out.ptr, h, Epilogue::Rows, true).map_err(fault)?;
         self.chained = true;
-        Ok((out, slot))
+        Ok((out, slot, base))
     }
 }

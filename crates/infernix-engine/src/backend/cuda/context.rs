@@ -1,5 +1,6 @@
 //! The backend's state, and how its rounds begin, launch and end.
 
+use super::fused::Pending;
 use super::plans::Plans;
 use super::profile::Profile;
 use super::round::{Board, Round};
@@ -14,6 +15,7 @@ use infernix_cuda::driver::{Graph, PinnedBuffer, Stream, Tape};
 use infernix_cuda::kernels::index::Rotary;
 use infernix_cuda::kernels::linear::Out;
 use infernix_cuda::kernels::moves::RowCopy;
+use infernix_cuda::kernels::skinny::Skinny;
 use infernix_cuda::kernels::tile::{Packing, Tile, TileFormat};
 use infernix_cuda::kernels::zipf::ZipfRoute;
 use infernix_cuda::{Device, DeviceBuffer};
@@ -25,6 +27,9 @@ use std::sync::Arc;
 const DECODE_ROWS: usize = 512;
 /// Tapes and graphs kept; the oldest go.
 const GRAPHS: usize = 48;
+
+/// Windows of this many rows keep the tile products busy and their activations within 1.5 GiB.
+const WINDOW: usize = 8192;
 
 /// How the backend runs.
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +47,10 @@ pub struct CudaOptions {
     /// Host memory for routed experts, in bytes; 0: for all that device memory leaves. What it does not hold is read from the
     /// artifact's file when it is picked.
     pub expert_ram: usize,
+    /// Rows of the longest prompt call to keep memory for, where experts take the rest.
+    pub prompt_rows: usize,
+    /// Rows of a prompt call that are in work at a time: a longer one is walked layer by layer.
+    pub window: usize,
     /// Note how long each part of a round takes; rounds then run launch by launch.
     pub profile: bool,
 }
@@ -72,6 +81,8 @@ impl Default for CudaOptions {
             graphs: true,
             routing: None,
             expert_ram: 0,
+            prompt_rows: WINDOW,
+            window: WINDOW,
             profile: false,
         }
     }
@@ -101,7 +112,19 @@ type PackKey = (Packing, u64, usize, usize, usize);
 /// n-gram rows on their way to the device.
 struct Stage {
     host: PinnedBuffer,
-    device: DeviceBuffer,
+    /// Where decode rounds find them.
+    device: Option<DeviceBuffer>,
+}
+
+/// What decode rounds that may share a graph have in common: part, columns of each lane, rounded length.
+type Kind = (Part, Vec<usize>, usize);
+
+/// A round's launches, where n-gram rows must have arrived in them, and from the third time on graphs of the parts between.
+struct Recorded {
+    number: u64,
+    tape: Tape,
+    cuts: Vec<usize>,
+    graphs: Vec<Graph>,
 }
 
 /// The CUDA backend.
@@ -117,25 +140,47 @@ pub struct Cuda {
     pub(super) identity: Option<DeviceBuffer>,
     /// Routings of this decode round by bank, to be counted.
     pub(super) routed: Vec<(usize, CudaBuf)>,
+    /// Bank, byte in `log` and experts of each sort of this prompt round.
+    sorted: Vec<(usize, usize, usize)>,
+    /// Picks of all layers of this decode round, together.
+    pub(super) picks: Option<CudaBuf>,
     /// Whether this prompt round streams its experts.
     pub(super) streaming: bool,
     /// Convolution, `A_log` and time-step bias of each delta rule layer, for refolds.
     pub(super) gdn_weights: Vec<(u64, u64, u64)>,
     pub(super) chained: bool,
+    /// An injection that the next mixer makes.
+    pub(super) pending: Option<Pending>,
+    /// Experts that a synthetic law gives this round.
+    pub(super) laws: Vec<CudaBuf>,
     pub(super) options: CudaOptions,
+    /// Hidden width of layers with experts.
+    pub(super) hidden: usize,
     boards: [Option<Board>; 2],
-    stages: Vec<Stage>,
-    staged: usize,
+    /// Of prompt and of decode rounds.
+    stages: [Vec<Stage>; 2],
+    /// Stage and byte to go on from.
+    staged: (usize, usize),
     io: Option<PinnedBuffer>,
+    /// Address and bytes of the head's output of this round, and of what `io` holds of the last one.
+    pub(super) head: Option<(u64, usize)>,
+    out: Option<(u64, usize)>,
     log: Option<PinnedBuffer>,
-    angles: Vec<(usize, CudaBuf)>,
+    angles: Vec<((usize, usize), CudaBuf)>,
     rotary: Vec<(RopeTable, DeviceBuffer, DeviceBuffer)>,
     pub(super) holding: bool,
     pub(super) failed: Option<EngineError>,
     pub(super) failed_lanes: Vec<(usize, String)>,
-    graphs: Vec<(Tape, Option<Graph>)>,
+    graphs: Vec<Recorded>,
+    /// What the last decode round of a kind ran, to launch the next one's graph before its operations are known.
+    expected: Vec<(Kind, u64)>,
+    /// Kind of this decode round, the places of n-gram copies in it, and the tape whose graphs already run, with their number.
+    kind: Option<Kind>,
+    cuts: Vec<usize>,
+    early: Option<(u64, usize)>,
+    tapes: u64,
     /// The last packed input, and what it was packed from.
-    pack: RefCell<Option<(PackKey, Arc<Lease>)>>,
+    pub(super) pack: RefCell<Option<(PackKey, Arc<Lease>)>>,
     pub(super) profile: Option<Profile>,
     pub(super) zipf: Option<ZipfRoute>,
     /// Rows of a weight in blocks as two BF16 parts, for prompts.
@@ -157,21 +202,33 @@ impl Cuda {
             round: None,
             identity: None,
             routed: Vec::new(),
+            sorted: Vec::new(),
+            picks: None,
             streaming: false,
             gdn_weights: Vec::new(),
+            hidden: 0,
             options,
             boards: [None, None],
-            stages: Vec::new(),
-            staged: 0,
+            stages: [Vec::new(), Vec::new()],
+            staged: (0, 0),
             io: None,
+            head: None,
+            out: None,
             log: None,
             angles: Vec::new(),
             rotary: Vec::new(),
             chained: false,
+            pending: None,
+            laws: Vec::new(),
             holding: false,
             failed: None,
             failed_lanes: Vec::new(),
             graphs: Vec::new(),
+            expected: Vec::new(),
+            kind: None,
+            cuts: Vec::new(),
+            early: None,
+            tapes: 0,
             pack: RefCell::new(None),
             profile: options.profile.then(Profile::default),
             zipf: None,
@@ -254,6 +311,12 @@ impl Cuda {
         if self.failed.is_some() {
             return None;
         }
+        if self.pending.is_some()
+            && let Err(e) = self.settle()
+        {
+            self.failed = Some(e);
+            return None;
+        }
         match f(self) {
             Ok(v) => Some(v),
             Err(e) => {
@@ -311,6 +374,8 @@ impl Cuda {
 
     /// Makes the launches noted so far, in the middle of a round.
     pub(super) fn flush(&mut self) -> Result<(), EngineError> {
+        // What follows is no longer the round that a graph stands for.
+        (self.early, self.kind) = (None, None);
         if self.holding {
             let tape = self.stream.release();
             self.holding = false;
@@ -320,7 +385,32 @@ impl Cuda {
         Ok(())
     }
 
-    /// Makes a round's launches: by its graph from its third time on.
+    /// Launches what the last round of this kind ran, as far as the n-gram rows it reads are on their way. If the operations turn out
+    /// to be others, their own launches follow: everything that a round writes is written again by them.
+    fn launch_early(&mut self) -> Result<(), EngineError> {
+        if !self.holding {
+            return Ok(());
+        }
+        let (number, done) = match (self.early, &self.kind) {
+            (Some(early), _) => early,
+            (None, Some(kind)) => match self.expected.iter().find(|(k, _)| k == kind) {
+                Some((_, number)) => (*number, 0),
+                None => return Ok(()),
+            },
+            (None, None) => return Ok(()),
+        };
+        let Some(known) = self.graphs.iter().find(|r| r.number == number) else { return Ok(()) };
+        let ready = known.graphs.len().min(self.cuts.len() + 1);
+        for g in known.graphs.get(done..ready).unwrap_or_default() {
+            self.stream.replay(g).map_err(fault)?;
+        }
+        if ready > 0 {
+            self.early = Some((number, ready.max(done)));
+        }
+        Ok(())
+    }
+
+    /// Makes a round's launches: by its graphs from its third time on.
     fn finish(&mut self) -> Result<(), EngineError> {
         if !self.holding {
             return Ok(());
@@ -331,26 +421,55 @@ impl Cuda {
         if tape.is_empty() {
             return Ok(());
         }
-        let known = self.graphs.iter().rposition(|(t, _)| *t == tape);
-        let Some(i) = known else {
-            self.stream.play(&tape).map_err(fault)?;
-            if self.options.graphs {
-                if self.graphs.len() >= GRAPHS {
-                    // Nothing of an earlier round is still running: rounds end with a wait.
-                    self.graphs.remove(0);
+        let (early, stream) = (self.early.take(), &self.stream);
+        let known = self.graphs.iter().rposition(|r| r.tape == tape && r.cuts == self.cuts);
+        let number = match known {
+            Some(i) => {
+                let r = &mut self.graphs[i];
+                if r.graphs.is_empty() {
+                    let mut from = 0;
+                    for to in r.cuts.iter().copied().chain([tape.len()]) {
+                        if to > from {
+                            let part = stream.capture(|| stream.play_part(&tape, from..to));
+                            r.graphs.push(part.map_err(fault)?);
+                        }
+                        from = to;
+                    }
                 }
-                self.graphs.push((tape, None));
+                if early != Some((r.number, r.graphs.len())) {
+                    for g in &r.graphs {
+                        stream.replay(g).map_err(fault)?;
+                    }
+                }
+                r.number
             }
-            return Ok(());
+            None => {
+                stream.play(&tape).map_err(fault)?;
+                self.tapes += 1;
+                if self.options.graphs {
+                    if self.graphs.len() >= GRAPHS {
+                        // A graph that was launched early may still run.
+                        stream.synchronize().map_err(fault)?;
+                        self.graphs.remove(0);
+                    }
+                    let (number, cuts) = (self.tapes, self.cuts.clone());
+                    self.graphs.push(Recorded { number, tape, cuts, graphs: Vec::new() });
+                }
+                self.tapes
+            }
         };
-        if self.graphs[i].1.is_none() {
-            let stream = &self.stream;
-            self.graphs[i].1 = Some(stream.capture(|| stream.play(&tape)).map_err(fault)?);
+        if let Some(kind) = self.kind.take() {
+            match self.expected.iter_mut().find(|(k, _)| *k == kind) {
+                Some((_, e)) => *e = number,
+                None => {
+                    if self.expected.len() >= GRAPHS {
+                        self.expected.remove(0);
+                    }
+                    self.expected.push((kind, number));
+                }
+            }
         }
-        match &self.graphs[i].1 {
-            Some(g) => self.stream.replay(g).map_err(fault),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     pub(super) fn act(x: &CudaBuf) -> Result<u64, EngineError> {
@@ -394,6 +513,12 @@ impl Cuda {
         for part in &w.parts {
             let to = y + (row * size) as u64;
             row += part.n;
+            if cols > 64 && !self.is_decode() && Skinny::takes(part, x_pitch) {
+                let pdl = self.pdl();
+                let skinny = &self.plans.skinny;
+                skinny.launch(&self.stream, part, x, x_pitch, cols, to, y_pitch, out, pdl).map_err(fault)?;
+                continue;
+            }
             // A few rows of a prompt are cheaper through the decode kernel too.
             if cols > 64 && !self.is_decode() && x_pitch.is_multiple_of(8) && part.k.is_multiple_of(8) {
                 let packed = self.packed(TileFormat::Rows(part.format), x, x_pitch, cols, part.k)?;
@@ -463,7 +588,7 @@ impl Cuda {
 
     /// cos and sin of the round's rows, `[rows][2][half]` FP32.
     pub(super) fn angles(&mut self, rope: &RopeTable) -> Result<u64, EngineError> {
-        let key = std::ptr::from_ref(rope) as usize;
+        let key = (std::ptr::from_ref(rope) as usize, self.round()?.window.start);
         if let Some((_, b)) = self.angles.iter().find(|(k, _)| *k == key) {
             return Ok(b.ptr);
         }
@@ -490,19 +615,30 @@ impl Cuda {
         Ok(ptr)
     }
 
+    /// Enqueues a copy to the host's side.
+    fn copy_out(&mut self, ptr: u64, bytes: usize) -> Result<(), EngineError> {
+        if self.io.as_ref().is_none_or(|io| io.as_slice().len() < bytes) {
+            self.io = None;
+            self.io = Some(self.vram.device.pinned(bytes.next_power_of_two()).map_err(fault)?);
+        }
+        match &self.io {
+            Some(io) => self.stream.copy(io.device_ptr(), ptr, bytes).map_err(fault),
+            None => Ok(()),
+        }
+    }
+
     pub(super) fn fetch(&mut self, x: &CudaBuf) -> Result<Vec<f32>, EngineError> {
         self.flush()?;
         let bytes = x.bytes();
         if x.ptr == 0 || bytes == 0 {
             return Ok(Vec::new());
         }
-        if self.io.as_ref().is_none_or(|io| io.as_slice().len() < bytes) {
-            self.io = None;
-            self.io = Some(self.vram.device.pinned(bytes.next_power_of_two()).map_err(fault)?);
+        // The head's output came with the round's end.
+        if self.out.take() != Some((x.ptr, bytes)) {
+            self.copy_out(x.ptr, bytes)?;
+            self.stream.synchronize().map_err(fault)?;
         }
         let Some(io) = &self.io else { return Ok(Vec::new()) };
-        self.stream.copy(io.device_ptr(), x.ptr, bytes).map_err(fault)?;
-        self.stream.synchronize().map_err(fault)?;
         let words = &io.as_slice()[..bytes];
         Ok(if x.f32 {
             words.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
@@ -534,10 +670,15 @@ impl Cuda {
         }
         self.failed_lanes.clear();
         self.routed.clear();
+        self.laws.clear();
+        (self.head, self.out) = (None, None);
+        self.picks = None;
+        self.sorted.clear();
+        self.pending = None;
         self.angles.clear();
         self.pack.replace(None);
         self.arena.begin();
-        self.staged = 0;
+        self.staged = (0, 0);
         self.chained = false;
         self.tiers.before_round(&self.stream)?;
         let board = &mut self.boards[usize::from(!(decode && meta.rows() <= DECODE_ROWS))];
@@ -548,18 +689,29 @@ impl Cuda {
         }
         let Some(board) = board else { return Ok(()) };
         let half = self.state.as_ref().map_or(&[][..], |s| &s.half);
-        let round = board.send(&self.stream, meta, half)?;
+        let windows = match meta.lanes.len() {
+            1 if !decode => crate::driver::windows(meta.rows(), self.options.window),
+            _ => Vec::new(),
+        };
+        let round = board.send(&self.stream, meta, half, &windows)?;
         // Few rows touch few experts: those come over the link as they are used.
         self.streaming = !decode && round.lanes.rows >= 64 && self.tiers.is_partial();
         if self.streaming {
             self.tiers.begin_stream(&self.stream, round.meta.part)?;
         }
+        self.early = None;
+        self.cuts.clear();
+        self.kind = decode.then(|| {
+            let columns = round.meta.lanes.iter().map(|l| l.ids.len()).collect();
+            (round.meta.part, columns, round.longest)
+        });
         self.round = Some(round);
         if let Some(p) = &mut self.profile {
             p.begin(&self.vram.device, &self.stream, decode)?;
         } else if decode {
             self.stream.hold();
             self.holding = true;
+            self.launch_early()?;
         }
         Ok(())
     }
@@ -575,24 +727,65 @@ impl Cuda {
             if self.log.as_ref().is_none_or(|l| l.as_slice().len() < bytes) {
                 self.log = Some(self.vram.device.pinned(bytes.next_power_of_two()).map_err(fault)?);
             }
+            // What lies together is copied together.
+            let mut runs: Vec<(u64, usize)> = Vec::new();
             let mut at = 0;
             for (bank, ids) in &self.routed {
-                if let Some(log) = &self.log {
-                    self.stream.copy(log.device_ptr() + at as u64, ids.ptr, ids.bytes()).map_err(fault)?;
+                match runs.last_mut() {
+                    Some((ptr, n)) if *ptr + *n as u64 == ids.ptr => *n += ids.bytes(),
+                    _ => runs.push((ids.ptr, ids.bytes())),
                 }
                 sizes.push((*bank, at, ids.bytes()));
                 at += ids.bytes();
             }
+            if let Some(log) = &self.log {
+                let mut to = log.device_ptr();
+                for (ptr, n) in runs {
+                    self.stream.copy(to, ptr, n).map_err(fault)?;
+                    to += n as u64;
+                }
+            }
+        }
+        if let Some((ptr, bytes)) = self.head {
+            self.copy_out(ptr, bytes)?;
         }
         self.stream.synchronize().map_err(fault)?;
+        self.out = self.head.take();
         for (bank, at, bytes) in sizes {
             let Some(log) = &self.log else { break };
             let words = &log.as_slice()[at..at + bytes];
             let ids: Vec<i32> = words.as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)).collect();
             self.tiers.note(bank, &ids);
         }
-        if let Some(r) = &self.round {
-            self.tiers.advance(r.lanes.rows);
+        let rows = self.round.as_ref().map_or(0, |r| r.meta.rows());
+        self.tiers.advance(rows);
+        let experts = std::mem::take(&mut self.sorted);
+        for (bank, at, n) in experts {
+            let Some(log) = &self.log else { break };
+            let words = log.as_slice()[at..at + 4 * (n + 1)].as_chunks::<4>().0;
+            let firsts: Vec<i32> = words.iter().map(|b| i32::from_le_bytes(*b)).collect();
+            self.tiers.note_prompt(bank, &firsts, rows);
+        }
+        Ok(())
+    }
+
+    /// Notes how often each expert is picked in a part of a prompt: `base`, I32 `[experts + 1]`.
+    pub(super) fn log_sorted(&mut self, bank: usize, base: u64, experts: usize) -> Result<(), EngineError> {
+        const SORTS: usize = 4096;
+        let at = self.sorted.len() * 4 * (experts + 1);
+        if !self.tiers.is_partial() || self.sorted.len() >= SORTS {
+            return Ok(());
+        }
+        let room = self.log.as_ref().map_or(0, |l| l.as_slice().len());
+        let most = 4 * (experts + 1) * (self.tiers.layers() + 1) * 8;
+        if self.sorted.is_empty() && room < most {
+            self.log = Some(self.vram.device.pinned(most).map_err(fault)?);
+        } else if at + 4 * (experts + 1) > room {
+            return Ok(());
+        }
+        if let Some(log) = &self.log {
+            self.stream.copy(log.device_ptr() + at as u64, base, 4 * (experts + 1)).map_err(fault)?;
+            self.sorted.push((bank, at, experts));
         }
         Ok(())
     }
@@ -630,48 +823,64 @@ impl Cuda {
         Ok(())
     }
 
-    /// Waits for n-gram rows and sends them, rounded to BF16.
+    /// Waits for n-gram rows and sends them, rounded to BF16: to a fixed address in decode rounds, else to memory of the round.
     pub(super) fn stage(
         &mut self,
         tickets: &[NgramTicket],
         rows: usize,
         width: usize,
-    ) -> Result<u64, EngineError> {
+    ) -> Result<CudaBuf, EngineError> {
         let bytes = (2 * rows * width).next_multiple_of(256);
-        if self.stages.last().is_none_or(|s| self.staged + bytes > s.host.as_slice().len()) {
-            if self.staged == 0 {
-                self.stages.clear();
-            }
+        let decode = self.is_decode();
+        let stages = &mut self.stages[usize::from(decode)];
+        let (mut i, mut at) = self.staged;
+        while stages.get(i).is_some_and(|s| at + bytes > s.host.as_slice().len()) {
+            (i, at) = (i + 1, 0);
+        }
+        if i == stages.len() {
             let size = bytes.next_power_of_two().max(1 << 20);
-            self.stages.push(Stage {
-                host: self.vram.device.pinned(size).map_err(fault)?,
-                device: self.vram.alloc("rounds", size)?,
-            });
-            self.staged = 0;
+            let host = self.vram.device.pinned(size).map_err(fault)?;
+            let device = if decode { Some(self.vram.alloc("rounds", size)?) } else { None };
+            stages.push(Stage { host, device });
+        }
+        self.staged = (i, at + bytes);
+        let mut buf = CudaBuf::failed(rows, width, false);
+        if !decode {
+            buf = self.fresh(rows, width, false)?;
         }
         let mut failed = Vec::new();
         let lane_rows = self.round()?.lane_rows.clone();
-        let at = self.staged;
-        let Some(stage) = self.stages.last_mut() else { return Ok(0) };
+        let stage = &mut self.stages[usize::from(decode)][i];
         let words = &mut stage.host.as_mut_slice()[at..at + 2 * rows * width];
         for (l, (ticket, r)) in tickets.iter().zip(&lane_rows).enumerate() {
             let own = &mut words[2 * r.start * width..2 * r.end * width];
             let clock = std::time::Instant::now();
-            let waited = ticket.wait();
+            let waited = ticket.wait_pieces();
             self.tiers.counts.ngram_waited += clock.elapsed().as_micros() as u64;
             let values = waited.and_then(|v| {
-                let what =
-                    || EngineError::Ngram(format!("{} table values, {} needed", v.len(), own.len() / 2));
-                if 2 * v.len() == own.len() { Ok(v) } else { Err(what()) }
+                let n: usize = v.iter().map(|p| p.len()).sum();
+                let what = || EngineError::Ngram(format!("{n} table values, {} needed", own.len() / 2));
+                if 2 * n == own.len() { Ok(v) } else { Err(what()) }
             });
             match values {
-                Ok(v) => {
-                    let pieces = own.as_chunks_mut::<2>().0.par_chunks_mut(1 << 16);
-                    pieces.zip(v.par_chunks(1 << 16)).for_each(|(own, v)| {
+                Ok(pieces) => {
+                    let mut rest = own.as_chunks_mut::<2>().0;
+                    let mut work = Vec::new();
+                    for p in pieces.iter() {
+                        let (own, after) = rest.split_at_mut(p.len());
+                        rest = after;
+                        work.extend(own.chunks_mut(1 << 16).zip(p.chunks(1 << 16)));
+                    }
+                    let narrow = |(own, v): (&mut [[u8; 2]], &[f32])| {
                         for (o, v) in own.iter_mut().zip(v) {
                             *o = half::bf16::from_f32(*v).to_bits().to_le_bytes();
                         }
-                    });
+                    };
+                    // A token's rows are not worth waking other threads.
+                    match work.len() {
+                        0..4 => work.into_iter().for_each(narrow),
+                        _ => work.into_par_iter().for_each(narrow),
+                    }
                 }
                 // Zeros keep the shapes; the lane's results are dropped.
                 Err(e) => {
@@ -680,13 +889,18 @@ impl Cuda {
                 }
             }
         }
-        let (to, from) = (stage.device.at(at), stage.host.device_ptr() + at as u64);
-        self.staged += bytes;
+        let from = stage.host.device_ptr() + at as u64;
+        if let (true, Some(device)) = (decode, &stage.device) {
+            buf.ptr = device.at(at);
+        }
         self.failed_lanes.extend(failed);
-        self.stream.copy(to, from, 2 * rows * width).map_err(fault)?;
-        if !self.holding {
+        self.stream.copy(buf.ptr, from, 2 * rows * width).map_err(fault)?;
+        if self.holding {
+            self.cuts.push(self.stream.held());
+            self.launch_early()?;
+        } else {
             self.chained = false;
         }
-        Ok(to)
+        Ok(buf)
     }
 }

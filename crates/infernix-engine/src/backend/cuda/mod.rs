@@ -10,6 +10,7 @@ mod blocks;
 mod context;
 mod disk;
 mod experts;
+mod fused;
 mod ggml;
 mod int8;
 mod plans;

@@ -8,14 +8,17 @@ use infernix_cuda::kernels::chain::ExpertChain;
 use infernix_cuda::kernels::experts::{Router, W4a4, W4a4Tuning};
 use infernix_cuda::kernels::gdn::{GdnChunk, GdnStep};
 use infernix_cuda::kernels::ggml::GgmlGemv;
+use infernix_cuda::kernels::group::{GemvGroup, GroupShape, Part};
 use infernix_cuda::kernels::hyper::HyperMix;
 use infernix_cuda::kernels::index::IndexAppend;
 use infernix_cuda::kernels::linear::{Gemv, WeightFormat};
 use infernix_cuda::kernels::mix::MixOps;
 use infernix_cuda::kernels::moves::Moves;
 use infernix_cuda::kernels::ple::PleOps;
+use infernix_cuda::kernels::prep::AttentionPrep;
 use infernix_cuda::kernels::rows::RowOps;
 use infernix_cuda::kernels::select::IndexSelect;
+use infernix_cuda::kernels::skinny::Skinny;
 use infernix_cuda::kernels::tile::{Sort, Tile, TileFormat};
 use infernix_formats::ggml::GgmlType;
 use std::collections::HashMap;
@@ -34,6 +37,9 @@ pub(super) struct Plans {
     pub(super) mix: MixOps,
     pub(super) ple: PleOps,
     pub(super) chain: ExpertChain,
+    pub(super) prep: AttentionPrep,
+    pub(super) skinny: Skinny,
+    group: HashMap<GroupShape, Option<GemvGroup>>,
     gemv: HashMap<(&'static str, usize, usize, usize), Gemv>,
     tile: HashMap<&'static str, Tile>,
     sort: HashMap<Key2, Sort>,
@@ -65,6 +71,9 @@ impl Plans {
             mix: MixOps::new(device)?,
             ple: PleOps::new(device)?,
             chain: ExpertChain::new(device)?,
+            prep: AttentionPrep::new(device)?,
+            skinny: Skinny::new(device)?,
+            group: HashMap::new(),
             gemv: HashMap::new(),
             tile: HashMap::new(),
             sort: HashMap::new(),
@@ -84,6 +93,14 @@ impl Plans {
     pub(super) fn gemv(&mut self, f: WeightFormat, n: usize, k_pad: usize, cols: usize) -> Result<&Gemv> {
         let d = &self.device;
         once(&mut self.gemv, (f.tag(), n, k_pad, cols), || Gemv::new(d, f, n, k_pad, cols, Gemv::RING))
+    }
+
+    /// `None`: the matrices do not fit one launch.
+    pub(super) fn group(&mut self, parts: &[Part<'_>], shape: GroupShape) -> Result<Option<&GemvGroup>> {
+        let d = &self.device;
+        let format = parts.iter().map(|p| p.w.format).find(|f| *f != WeightFormat::Bf16);
+        let format = format.unwrap_or(WeightFormat::Q8G32);
+        Ok(once(&mut self.group, shape, || GemvGroup::new(d, format, shape))?.as_ref())
     }
 
     pub(super) fn tile(&mut self, f: TileFormat) -> Result<&Tile> {

@@ -9,6 +9,9 @@ use infernix_cuda::driver::{PinnedBuffer, Stream};
 use infernix_cuda::kernels::rows::Lanes;
 use std::ops::Range;
 
+/// Windows of a round, at most.
+const WINDOWS: usize = 64;
+
 /// Memory for the description of rounds of one size.
 pub(super) struct Board {
     host: PinnedBuffer,
@@ -30,6 +33,11 @@ pub(super) struct Round {
     pub(super) lane_rows: Vec<Range<usize>>,
     /// Tokens that no row's prefix exceeds. In decode rounds a power of two, so that rounds share graphs.
     pub(super) longest: usize,
+    /// Rows that operations concern: all, or a window of a long prompt.
+    pub(super) window: Range<usize>,
+    /// Lanes and ids of all rows, and I32 `[2]` and `[1]` for bounds and counts of a window.
+    whole: (Lanes, [u64; 2]),
+    bounds: Vec<(u64, Range<usize>)>,
 }
 
 impl Round {
@@ -39,14 +47,47 @@ impl Round {
 
     /// Sequence index of the first column of a lane.
     pub(super) fn start(&self, lane: usize) -> usize {
-        self.meta.lanes[lane].start
+        self.meta.lanes[lane].start + self.window.start
+    }
+
+    /// Whether the window continues one of the same layer.
+    pub(super) fn continues(&self) -> bool {
+        self.window.start > 0
+    }
+
+    /// Whether the window is a layer's last.
+    pub(super) fn is_last(&self) -> bool {
+        self.window.end == self.whole.0.rows
+    }
+
+    /// Operations concern `rows` from here on, one of the windows that the round was sent with.
+    pub(super) fn look_at(&mut self, rows: Range<usize>) -> bool {
+        let (all, ids) = self.whole;
+        let Some((at, _)) = self.bounds.iter().find(|(_, r)| *r == rows) else { return false };
+        let by = |p: u64, n: usize| p + (4 * n * rows.start) as u64;
+        self.lanes = Lanes {
+            row_lane: by(all.row_lane, 1),
+            row_pos: by(all.row_pos, 1),
+            positions: by(all.positions, 3),
+            first: *at,
+            count: at + 8,
+            // Later windows of a layer go on from where the one before left the state.
+            slots: if rows.start > 0 { all.out_slots } else { all.slots },
+            rows: rows.len(),
+            ..all
+        };
+        self.ids = ids.map(|p| by(p, 1));
+        self.lane_rows = std::iter::once(0..rows.len()).collect();
+        self.longest = self.meta.lanes[0].start + rows.end;
+        self.window = rows;
+        true
     }
 }
 
 impl Board {
     /// Rounds of at most `rows` rows in `lanes` lanes of at most `pitch` pages.
     pub(super) fn new(vram: &Vram, rows: usize, lanes: usize, pitch: usize) -> Result<Self, EngineError> {
-        let words = 7 * rows + 4 * lanes + 1 + lanes * pitch + 64;
+        let words = 7 * rows + 4 * lanes + 1 + lanes * pitch + 3 * WINDOWS + 64;
         Ok(Board {
             host: vram.device.pinned(4 * words).map_err(fault)?,
             device: vram.alloc("rounds", 4 * words)?,
@@ -66,6 +107,7 @@ impl Board {
         stream: &Stream,
         meta: StepMeta,
         half: &[usize],
+        windows: &[Range<usize>],
     ) -> Result<Round, EngineError> {
         let (rows, lanes, pitch) = (self.rows, self.lanes, self.pitch);
         let mut at = 0;
@@ -77,8 +119,13 @@ impl Board {
         let (ids, after, row_lane, row_pos, positions) =
             (next(rows), next(rows), next(rows), next(rows), next(3 * rows));
         let (first, count, slots, out_slots) = (next(lanes + 1), next(lanes), next(lanes), next(lanes));
+        let bounds = next(3 * WINDOWS);
         let tables = next(lanes * pitch);
         let words = tables.start + meta.lanes.len() * pitch;
+        if windows.len() > WINDOWS {
+            let what = format!("{} windows in a round, at most {WINDOWS}", windows.len());
+            return Err(EngineError::Round(what));
+        }
         let mut put = |i: usize, v: usize| {
             self.host.as_mut_slice()[4 * i..4 * i + 4].copy_from_slice(&(v as u32).to_le_bytes());
         };
@@ -114,24 +161,39 @@ impl Board {
             longest = longest.max(lane.start + n);
         }
         put(first.start + meta.lanes.len(), r);
+        for (i, w) in windows.iter().enumerate() {
+            put(bounds.start + 3 * i, 0);
+            put(bounds.start + 3 * i + 1, w.len());
+            put(bounds.start + 3 * i + 2, w.len());
+        }
         stream.copy(self.device.ptr(), self.host.device_ptr(), 4 * words).map_err(fault)?;
         let address = |r: &Range<usize>| self.device.at(4 * r.start);
         if meta.kind == CallKind::Decode {
             longest = longest.next_power_of_two().max(1024);
         }
+        let bounds = windows
+            .iter()
+            .enumerate()
+            .map(|(i, w)| (self.device.at(4 * (bounds.start + 3 * i)), w.clone()))
+            .collect();
+        let all = Lanes {
+            row_lane: address(&row_lane),
+            row_pos: address(&row_pos),
+            positions: address(&positions),
+            first: address(&first),
+            count: address(&count),
+            slots: address(&slots),
+            out_slots: address(&out_slots),
+            rows: r,
+            lanes: meta.lanes.len(),
+        };
+        let ids = [address(&ids), address(&after)];
         Ok(Round {
-            lanes: Lanes {
-                row_lane: address(&row_lane),
-                row_pos: address(&row_pos),
-                positions: address(&positions),
-                first: address(&first),
-                count: address(&count),
-                slots: address(&slots),
-                out_slots: address(&out_slots),
-                rows: r,
-                lanes: meta.lanes.len(),
-            },
-            ids: [address(&ids), address(&after)],
+            lanes: all,
+            ids,
+            window: 0..r,
+            whole: (all, ids),
+            bounds,
             tables: address(&tables),
             pitch,
             lane_rows,

@@ -2,7 +2,7 @@
 
 use crate::error::EngineError;
 use infernix_cuda::{Device, DeviceBuffer};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Small weights share allocations of this size: each allocation of its own would cost its padding and the driver's
@@ -105,8 +105,8 @@ impl Vram {
     }
 }
 
-/// Memory of one round's activations. Everything is free again when the next round begins; within a round a freed
-/// buffer is reused by the next of its size, which stream order makes safe. The same sequence of requests gets the
+/// Memory of one round's activations. Everything is free again when the next round begins; within a round freed
+/// buffers are joined and reused, which stream order makes safe. The same sequence of requests gets the
 /// same addresses, so that a repeated round is the same graph.
 pub(super) struct Arena {
     vram: Arc<Vram>,
@@ -116,10 +116,9 @@ pub(super) struct Arena {
 #[derive(Default)]
 struct ArenaState {
     segments: Vec<DeviceBuffer>,
-    segment: usize,
-    used: usize,
+    /// Free ranges: address and bytes. Segments are never neighbours: each has padding behind it.
+    free: BTreeMap<u64, usize>,
     round: u64,
-    free: HashMap<usize, Vec<u64>>,
 }
 
 /// A buffer of the arena.
@@ -140,33 +139,52 @@ impl Arena {
     /// Frees everything.
     pub(super) fn begin(&self) {
         let mut s = lock(&self.state);
-        s.segment = 0;
-        s.used = 0;
         s.round += 1;
-        s.free.values_mut().for_each(Vec::clear);
+        s.free = s.segments.iter().map(|m| (m.ptr(), m.len())).collect();
+    }
+
+    /// Makes room for `bytes` in one piece.
+    pub(super) fn reserve(&self, bytes: usize) -> Result<(), EngineError> {
+        let segment = self.vram.alloc("activations", bytes.next_multiple_of(1024))?;
+        lock(&self.state).segments.push(segment);
+        Ok(())
     }
 
     pub(super) fn lease(self: &Arc<Self>, bytes: usize) -> Result<Arc<Lease>, EngineError> {
         // Kernels read whole 16-byte pieces, some a little past the end.
         let bytes = (bytes + 256).next_multiple_of(1024);
         let mut s = lock(&self.state);
-        let ptr = match s.free.get_mut(&bytes).and_then(Vec::pop) {
-            Some(ptr) => ptr,
+        let fit = s.free.iter().filter(|(_, n)| **n >= bytes).min_by_key(|(p, n)| (**n, **p));
+        let (ptr, room) = match fit {
+            Some((p, n)) => (*p, *n),
             None => {
-                while s.segment < s.segments.len() && s.used + bytes > s.segments[s.segment].len() {
-                    s.segment += 1;
-                    s.used = 0;
-                }
-                if s.segment == s.segments.len() {
-                    let size = bytes.next_multiple_of(SEGMENT);
-                    s.segments.push(self.vram.alloc("activations", size)?);
-                }
-                let ptr = s.segments[s.segment].at(s.used);
-                s.used += bytes;
-                ptr
+                let segment = self.vram.alloc("activations", bytes.next_multiple_of(SEGMENT))?;
+                let found = (segment.ptr(), segment.len());
+                s.segments.push(segment);
+                found
             }
         };
+        s.free.remove(&ptr);
+        if room > bytes {
+            s.free.insert(ptr + bytes as u64, room - bytes);
+        }
         Ok(Arc::new(Lease { arena: self.clone(), ptr, bytes, round: s.round }))
+    }
+}
+
+impl ArenaState {
+    fn release(&mut self, ptr: u64, bytes: usize) {
+        let (mut ptr, mut bytes) = (ptr, bytes);
+        if let Some(n) = self.free.remove(&(ptr + bytes as u64)) {
+            bytes += n;
+        }
+        if let Some((p, n)) = self.free.range(..ptr).next_back().map(|(p, n)| (*p, *n))
+            && p + n as u64 == ptr
+        {
+            self.free.remove(&p);
+            (ptr, bytes) = (p, bytes + n);
+        }
+        self.free.insert(ptr, bytes);
     }
 }
 
@@ -180,7 +198,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let mut s = lock(&self.arena.state);
         if s.round == self.round {
-            s.free.entry(self.bytes).or_default().push(self.ptr);
+            s.release(self.ptr, self.bytes);
         }
     }
 }
@@ -199,6 +217,11 @@ pub struct CudaBuf {
 }
 
 impl CudaBuf {
+    /// What stands for a result after a failure.
+    pub(super) fn failed(rows: usize, width: usize, f32: bool) -> CudaBuf {
+        CudaBuf { lease: None, ptr: 0, rows, width, f32, convolution: 0 }
+    }
+
     pub(super) fn bytes(&self) -> usize {
         self.rows * self.pitch()
     }
