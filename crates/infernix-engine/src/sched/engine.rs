@@ -69,8 +69,9 @@ impl Engine {
                     if let Ok(shared) = shared.recv() {
                         let shared = Arc::downgrade(&shared);
                         let left = std::sync::Weak::clone(&shared);
-                        let worker = Worker { scheduler, receiver, shared, done: 0, drain: None };
-                        // Whatever ends the thread, it must not look as if the engine ran.
+                        let mut worker = Worker { scheduler, receiver, shared, done: 0, drain: None };
+                        // Whatever ends the thread, it must not look as if the engine ran; requests end with the
+                        // worker, after that.
                         if catch_unwind(AssertUnwindSafe(|| worker.run())).is_err()
                             && let Some(shared) = left.upgrade()
                         {
@@ -192,7 +193,7 @@ struct Worker<R: Runner> {
 }
 
 impl<R: Runner> Worker<R> {
-    fn run(mut self) {
+    fn run(&mut self) {
         let mut renewed = Instant::now() - STATUS_EVERY;
         let why = loop {
             match self.take_commands() {
