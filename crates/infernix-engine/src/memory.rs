@@ -1,4 +1,5 @@
-//! Anonymous host memory in huge pages: it is touched and page-locked several times faster than pages of 4 KiB.
+//! Host memory: anonymous in huge pages, which are touched and page-locked several times faster than pages of 4 KiB;
+//! FP32 values on cache line boundaries.
 #![expect(unsafe_code, reason = "an anonymous mapping; each block states why it is sound")]
 
 use crate::error::EngineError;
@@ -111,6 +112,54 @@ impl Drop for FileMemory {
     }
 }
 
+/// A cache line of FP32 values.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; 16]);
+
+/// FP32 values from a cache line boundary on.
+#[derive(Clone, Default)]
+pub struct Lines {
+    lines: Vec<Line>,
+    len: usize,
+}
+
+impl Lines {
+    /// `len` zeros.
+    pub fn zeroed(len: usize) -> Self {
+        Lines { lines: vec![Line([0.0; 16]); len.div_ceil(16)], len }
+    }
+}
+
+impl From<&[f32]> for Lines {
+    fn from(values: &[f32]) -> Self {
+        let mut lines = Lines::zeroed(values.len());
+        lines.copy_from_slice(values);
+        lines
+    }
+}
+
+impl std::ops::Deref for Lines {
+    type Target = [f32];
+    fn deref(&self) -> &[f32] {
+        // SAFETY: lines are nothing but values, at least `len` of them.
+        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.len) }
+    }
+}
+
+impl std::ops::DerefMut for Lines {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        // SAFETY: as above, borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.len) }
+    }
+}
+
+impl std::fmt::Debug for Lines {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        (**self).fmt(f)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -120,5 +169,16 @@ mod tests {
         assert!(HugeMemory::new(3).unwrap().as_ref().iter().all(|b| *b == 0));
         let data: Vec<u8> = (0..10_000_000u32).map(|i| i as u8).collect();
         assert!(HugeMemory::copy_of(&data).unwrap().as_ref() == data);
+    }
+
+    #[test]
+    fn lines_hold_their_values_on_a_cache_line_boundary() {
+        let values: Vec<f32> = (0..37).map(|i| i as f32).collect();
+        let mut lines = Lines::from(&values[..]);
+        assert_eq!(&lines[..], &values[..]);
+        assert_eq!(lines.as_ptr().addr() % 64, 0);
+        lines[36] = -1.0;
+        assert_eq!(lines.clone()[36], -1.0);
+        assert!(Lines::zeroed(5).iter().all(|v| *v == 0.0) && Lines::default().is_empty());
     }
 }

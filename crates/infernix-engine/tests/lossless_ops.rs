@@ -140,7 +140,7 @@ impl Bench {
         for t in 0..got.rows {
             for e in 0..got.width {
                 let want = self.round(target, op, t, e, f(t, e));
-                let got = got.data[t * got.width + e];
+                let got = got.values()[t * got.width + e];
                 assert!(got == want, "{op:?} row {t} element {e}: {got:e}, expected {want:e}");
             }
         }
@@ -152,7 +152,7 @@ fn dd(x: f32) -> Dd {
 }
 
 fn row(m: &Mat, t: usize) -> &[f32] {
-    &m.data[t * m.width..(t + 1) * m.width]
+    &m.values()[t * m.width..(t + 1) * m.width]
 }
 
 fn dot(a: &[f32], b: &[f32]) -> Dd {
@@ -197,7 +197,7 @@ fn sums_on_midpoints_go_to_the_even_neighbour() {
     let (w, _) = b16.stored(vec![4, 3], v.iter().flat_map(|v| v.to_le_bytes()).collect(), v.clone());
     let x = b16.b.write(1, 3, &[1.0; 3]);
     let y = b16.b.linear(&x, &w, Boundary::Act, b.at(&keys[..1], Op::MlpUp));
-    assert_eq!(y.data, [1.0, 1.0078125, 1.0, -1.0078125]);
+    assert_eq!(y.values(), [1.0, 1.0078125, 1.0, -1.0078125]);
 }
 
 #[test]
@@ -481,7 +481,7 @@ fn int8_attention_rotates_the_query_exactly() {
         p.b.attention(0, &q, None, b.at(&keys, Op::AttnOut))
     };
     let (mut d, mut m) = (0f32, 0f32);
-    for (a, b) in o.data.iter().zip(&plain.data) {
+    for (a, b) in o.values().iter().zip(plain.values()) {
         d = d.max((a - b).abs());
         m = m.max(b.abs());
     }

@@ -119,6 +119,20 @@ impl RowRounder {
         self.decide(formula(), noise)
     }
 
+    /// Rounds `v` known to within `bound`, elements from `first` on, without branches so that it vectorises; `false` where
+    /// [`RowRounder::round`] must decide one of them at least. A decided element is what that gives.
+    #[inline(always)]
+    pub fn cut(&self, first: usize, v: &[f64], bound: &[f64], out: &mut [f32]) -> bool {
+        match (self.target, self.key) {
+            (Target::Bf16, None) => cut_nearest::<{ Target::Bf16.dropped() }>(v, bound, out),
+            (Target::F32, None) => cut_nearest::<{ Target::F32.dropped() }>(v, bound, out),
+            (Target::Bf16, Some(k)) => {
+                cut_noisy::<{ Target::Bf16.dropped() }>(Noise(k), first, v, bound, out)
+            }
+            (Target::F32, Some(k)) => cut_noisy::<{ Target::F32.dropped() }>(Noise(k), first, v, bound, out),
+        }
+    }
+
     /// Rounds a double-double.
     #[cold]
     fn decide(&self, d: Dd, noise: Option<u64>) -> f32 {
@@ -157,14 +171,49 @@ impl Noise {
     /// Stochastic rounding of `v` known to within `bound`, without branches; `false` where [`RowRounder::round`] must decide.
     #[inline(always)]
     pub fn cut(self, element: usize, v: f64, bound: f64) -> (f32, bool) {
-        const CUT: u32 = Target::F32.dropped();
-        const MASK: u64 = !((1 << CUT) - 1);
-        let noise = mix(self.0.wrapping_add((element as u64).wrapping_mul(GAMMA))) >> (64 - CUT);
-        let a = (v - bound).to_bits().wrapping_add(noise) & MASK;
-        let b = (v + bound).to_bits().wrapping_add(noise) & MASK;
-        let normal = v.abs() >= f64::from(f32::MIN_POSITIVE) * 2.0 || (v == 0.0 && bound == 0.0);
-        (f64::from_bits(a) as f32, a == b && normal)
+        self.cut_to::<{ Target::F32.dropped() }>(element, v, bound)
     }
+
+    #[inline(always)]
+    fn cut_to<const CUT: u32>(self, element: usize, v: f64, bound: f64) -> (f32, bool) {
+        let mask = !((1u64 << CUT) - 1);
+        let noise = mix(self.0.wrapping_add((element as u64).wrapping_mul(GAMMA))) >> (64 - CUT);
+        let a = (v - bound).to_bits().wrapping_add(noise) & mask;
+        let b = (v + bound).to_bits().wrapping_add(noise) & mask;
+        (f64::from_bits(a) as f32, (a == b) & normal(v, bound))
+    }
+}
+
+/// Whether the interval lies where a float is rounded by its bits: not near zero, nor infinite.
+#[inline(always)]
+fn normal(v: f64, bound: f64) -> bool {
+    let size = v.abs();
+    ((size >= f64::from(f32::MIN_POSITIVE) * 2.0) & (size < f64::MAX / 4.0)) | ((v == 0.0) & (bound == 0.0))
+}
+
+#[inline(always)]
+fn cut_nearest<const CUT: u32>(v: &[f64], bound: &[f64], out: &mut [f32]) -> bool {
+    let mask = !((1u64 << CUT) - 1);
+    let half = (1u64 << (CUT - 1)) - 1;
+    let even = |v: f64| (v.to_bits().wrapping_add(half + (v.to_bits() >> CUT & 1))) & mask;
+    let mut unsure = 0u64;
+    for ((v, b), o) in v.iter().zip(bound).zip(out) {
+        let (x, y) = (even(v - b), even(v + b));
+        unsure |= (x ^ y) | u64::from(!normal(*v, *b));
+        *o = f64::from_bits(x) as f32;
+    }
+    unsure == 0
+}
+
+#[inline(always)]
+fn cut_noisy<const CUT: u32>(noise: Noise, first: usize, v: &[f64], bound: &[f64], out: &mut [f32]) -> bool {
+    let mut sure = true;
+    for (i, ((v, b), o)) in v.iter().zip(bound).zip(out).enumerate() {
+        let (value, decided) = noise.cut_to::<CUT>(first + i, *v, *b);
+        sure &= decided;
+        *o = value;
+    }
+    sure
 }
 
 /// Rounds an exact f64 to the target's grid; the result is exact in f32 (or infinite).
@@ -249,6 +298,43 @@ mod tests {
             let sum: f64 = (0..n).map(|e| f64::from(r.exact(e, x))).sum();
             let step = if frac > 0.0 { 1.0 / 128.0 } else { (-133f64).exp2() };
             assert!((sum / n as f64 - x).abs() < 0.01 * step, "{x}");
+        }
+    }
+
+    #[test]
+    fn rounding_side_by_side_is_rounding_one_by_one() {
+        let mut state = 5u64;
+        for target in [Target::Bf16, Target::F32] {
+            for rounding in [Rounding::Nearest, Rounding::Stochastic(9)] {
+                let r = rounder(rounding, target);
+                let mut decided = 0;
+                for round in 0..4000usize {
+                    let mut next = || {
+                        state = mix(state.wrapping_add(GAMMA));
+                        state
+                    };
+                    let mut value = |kind: u64| match kind % 16 {
+                        0 => 0.0,
+                        1 => -0.0,
+                        2 => f64::from(f32::from_bits(next() as u32 & 0x80ff_ffff)),
+                        3 => f64::from_bits(next()),
+                        4 => f64::from(bf16::from_f64(next() as f64).to_f32()) * 1.00390625,
+                        _ => f64::from(f32::from_bits(next() as u32)) * 1.000_000_013,
+                    };
+                    let v: [f64; 8] = std::array::from_fn(|i| value((round / 8 + i) as u64));
+                    let bound: [f64; 8] = v.map(|v| [0.0, 1e-14, 1e-4][round % 3] * v.abs());
+                    let mut out = [0f32; 8];
+                    if !r.cut(3 * round, &v, &bound, &mut out) {
+                        continue;
+                    }
+                    decided += 1;
+                    for i in 0..8 {
+                        let one = r.round(3 * round + i, v[i], bound[i], || panic!("decided above"));
+                        assert_eq!(out[i].to_bits(), one.to_bits(), "{target:?} {:e} {:e}", v[i], bound[i]);
+                    }
+                }
+                assert!(decided > 100, "{decided}");
+            }
         }
     }
 

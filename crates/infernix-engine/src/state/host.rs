@@ -8,6 +8,7 @@ use super::slot::{ConvSlot, GdnRecord, GdnSlot, IndexSlot, Slot, SlotSnapshot};
 use super::{PAGE_TOKENS, StateLayout};
 use crate::backend::{CallKind, Outcome, Part, RowKey, SlotId, StateId, StepMeta};
 use crate::error::EngineError;
+use crate::memory::Lines;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -84,7 +85,7 @@ impl HostState {
                 .gdn
                 .iter()
                 .map(|d| GdnSlot {
-                    s: Arc::new(vec![0.0; d.value_heads * d.key_dim * d.value_dim]),
+                    s: Arc::new(Lines::zeroed(d.value_heads * d.key_dim * d.value_dim)),
                     ..GdnSlot::default()
                 })
                 .collect(),
@@ -170,7 +171,7 @@ impl HostState {
                     // A snapshot may hold the old state: then the next record gets a new buffer.
                     g.spare = Arc::try_unwrap(std::mem::replace(&mut g.s, after)).unwrap_or_default();
                 } else if n > 0 {
-                    replay(id, Arc::make_mut(&mut g.s).as_mut_slice(), &g.record, n);
+                    replay(id, &mut Arc::make_mut(&mut g.s)[..], &g.record, n);
                 }
                 g.len += n;
                 g.record.clear();
@@ -319,7 +320,9 @@ impl HostState {
             let state = &mut self.slots[lane.slot].gdn[id];
             if state.record.keys.is_empty() {
                 state.record.after = std::mem::take(&mut state.spare);
-                state.record.after.resize(state.s.len(), 0.0);
+                if state.record.after.len() != state.s.len() {
+                    state.record.after = Lines::zeroed(state.s.len());
+                }
             }
             state.record.keys.extend_from_slice(&keys[r.clone()]);
             state.record.u.extend_from_slice(&u[r.start * c..r.end * c]);
@@ -344,7 +347,7 @@ impl HostState {
             } else {
                 g.record.clear();
                 g.len += rows.len();
-                GdnLane { rows, s: Arc::make_mut(&mut g.s).as_mut_slice(), from: None }
+                GdnLane { rows, s: &mut Arc::make_mut(&mut g.s)[..], from: None }
             });
         }
         order.into_iter().flatten().collect()

@@ -4,6 +4,7 @@ use super::host::HostState;
 use super::slot::{ConvSlot, GdnSlot, IndexSlot, Slot, SlotSnapshot};
 use super::{PAGE_TOKENS, StateLayout};
 use crate::error::EngineError;
+use crate::memory::Lines;
 use std::sync::Arc;
 
 impl SlotSnapshot {
@@ -51,7 +52,7 @@ impl SlotSnapshot {
         for d in &layout.gdn {
             let len = r.count()?;
             let s = r.floats(d.value_heads * d.key_dim * d.value_dim)?;
-            slot.gdn.push(GdnSlot { s: Arc::new(s), len, ..GdnSlot::default() });
+            slot.gdn.push(GdnSlot { s: Arc::new(Lines::from(&s[..])), len, ..GdnSlot::default() });
         }
         for d in &layout.gdn {
             let columns = r.floats(d.channels() * (d.conv_kernel - 1))?;

@@ -1,6 +1,7 @@
 //! Recurrent state of one sequence, and the record of its uncommitted columns.
 
 use crate::backend::RowKey;
+use crate::memory::Lines;
 use std::sync::Arc;
 
 /// Recorded columns of a gated delta rule layer: what `commit` needs to replay any prefix of them.
@@ -15,7 +16,7 @@ pub struct GdnRecord {
     /// Write strength `[n, value_heads]`, FP32.
     pub beta: Vec<f32>,
     /// State after all recorded columns.
-    pub after: Vec<f32>,
+    pub after: Lines,
 }
 
 impl GdnRecord {
@@ -31,12 +32,12 @@ impl GdnRecord {
 /// A gated delta rule layer: S `[value_heads, dk, dv]`.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GdnSlot {
-    pub s: Arc<Vec<f32>>,
+    pub s: Arc<Lines>,
     pub len: usize,
     pub record: GdnRecord,
     /// The buffer that the next record's `after` takes: a commit exchanges the two, so that a decoded token neither
     /// allocates nor copies a state.
-    pub spare: Vec<f32>,
+    pub spare: Lines,
 }
 
 /// Columns before the next one: `[columns, width]`, oldest first; then the recorded ones.

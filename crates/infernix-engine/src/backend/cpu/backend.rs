@@ -19,6 +19,9 @@ use std::sync::Arc;
 /// Values of an elementwise operation below which one thread does it all: some microseconds of work.
 const SMALL: usize = 32 << 10;
 
+/// Bytes of recurrent state of a sequence above which new states are written past the caches.
+const STREAMED: usize = 8 << 20;
+
 /// How the CPU backend runs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOptions {
@@ -45,6 +48,8 @@ pub struct CpuBackend {
     prefilling: bool,
     state: Option<HostState>,
     packed: Packed,
+    /// Whether a sequence's recurrent states are more than caches keep from one token to the next.
+    stream: bool,
     /// cos and sin of every row of the round, by rotary table.
     angles: Vec<(*const RopeTable, Angles)>,
 }
@@ -70,6 +75,7 @@ impl CpuBackend {
             prefilling: true,
             state: None,
             packed: Packed::default(),
+            stream: false,
             angles: Vec::new(),
         }
     }
@@ -129,6 +135,7 @@ impl CpuBackend {
         if k == 0 {
             return;
         }
+        w.for_products();
         let act = match &w.columns {
             None => act,
             // Columns keep another order: the activations follow it.
@@ -199,6 +206,7 @@ fn advance_all(
     u: &[f32],
     g: &[f32],
     beta: &[f32],
+    stream: bool,
     o: Option<&Cells<'_, u16>>,
 ) {
     let (nv, dk, dv, c) = (dims.value_heads, dims.key_dim, dims.value_dim, dims.channels());
@@ -223,7 +231,7 @@ fn advance_all(
             let at = (t * nv + j) * dv;
             // SAFETY: as above, for the outputs of this head.
             let o = o.map(|o| unsafe { o.piece(at..at + dv) });
-            delta::advance(isa, from.take(), s, &token, o);
+            delta::advance(isa, from.take(), s, stream, &token, o);
         }
     });
 }
@@ -270,6 +278,8 @@ impl Backend for CpuBackend {
                 )));
             }
         }
+        let state = layout.gdn.iter().map(|d| 4 * d.value_heads * d.key_dim * d.value_dim).sum::<usize>();
+        self.stream = state > STREAMED;
         self.state = Some(HostState::new(layout, false));
         Ok(())
     }
@@ -334,7 +344,7 @@ impl Backend for CpuBackend {
         let (pool, isa) = (self.decode.clone(), self.isa);
         let done = state.commit(slot, part, n, |id, s, record, n| {
             let lane = [HeadTask { s: Cells::new(s), from: None, rows: 0..n }];
-            advance_all(&pool, isa, dims[id], &lane, &record.u, &record.g, &record.beta, None);
+            advance_all(&pool, isa, dims[id], &lane, &record.u, &record.g, &record.beta, false, None);
         });
         self.state = Some(state);
         done
@@ -555,6 +565,7 @@ impl Backend for CpuBackend {
         let mut out = vec![0u16; u.rows * nv * dims.value_dim];
         let (isa, pool) =
             (self.isa, if self.prefilling { self.prefill.clone() } else { self.decode.clone() });
+        let stream = self.stream;
         let state = self.state_mut();
         state.gdn_record(id, at.rows, &wide, &g, &beta);
         let lanes: Vec<HeadTask<'_>> = state
@@ -563,7 +574,9 @@ impl Backend for CpuBackend {
             .map(|GdnLane { rows, s, from }| HeadTask { s: Cells::new(s), from, rows })
             .collect();
         let cells = Cells::new(&mut out);
-        advance_all(&pool, isa, dims, &lanes, &wide, &g, &beta, Some(&cells));
+        // One token's new states are read again only after all weights have been.
+        let stream = stream && lanes.iter().all(|l| l.rows.len() == 1);
+        advance_all(&pool, isa, dims, &lanes, &wide, &g, &beta, stream, Some(&cells));
         CpuBuf::bf16(u.rows, nv * dims.value_dim, out)
     }
 

@@ -1,6 +1,6 @@
 //! The gated delta rule, token by token.
 
-use super::isa::per_isa;
+use super::isa::{Isa, per_isa};
 use super::num::{bf16_of, f32_of, tree};
 
 /// Columns of S kept in registers at once.
@@ -81,32 +81,145 @@ fn columns<const N: usize>(
     out
 }
 
-per_isa! {
-    /// Advances `from`, or else `s [dk, dv]` itself, by one token into `s`; `o [dv]`, if wanted, is `S^T q` of the new
-    /// state, rounded to BF16.
-    pub(crate) fn advance(from: Option<&[f32]>, s: &mut [f32], token: &Token<'_>, o: Option<&mut [u16]>) {
-        let (dk, dv) = (token.k.len(), token.v.len());
-        let (mut q, mut k) = ([0f32; 256], [0f32; 256]);
-        let (q, k) = (&mut q[..dk], &mut k[..dk]);
-        unit(token.q, 1.0 / (dk as f32).sqrt(), q);
-        unit(token.k, 1.0, k);
+/// Normed query and key of a token, and its decay as a factor.
+struct Step {
+    q: [f32; MAX_HEAD],
+    k: [f32; MAX_HEAD],
+    alpha: f32,
+}
+
+impl Step {
+    #[inline(always)]
+    fn new(token: &Token<'_>) -> Self {
+        let dk = token.k.len();
+        let (mut q, mut k) = ([0f32; MAX_HEAD], [0f32; MAX_HEAD]);
+        unit(token.q, 1.0 / (dk as f32).sqrt(), &mut q[..dk]);
+        unit(token.k, 1.0, &mut k[..dk]);
         // exp of a value in (-inf, 0] in f64, rounded once: one per head and token.
-        let alpha = f64::from(token.g).exp() as f32;
-        let mut out = [0f32; 256];
-        let mut j = 0;
+        Step { q, k, alpha: f64::from(token.g).exp() as f32 }
+    }
+
+    /// Columns from `j` to the last one; outputs go to `out`.
+    #[inline(always)]
+    fn rest(
+        &self,
+        from: Option<&[f32]>,
+        s: &mut [f32],
+        token: &Token<'_>,
+        mut j: usize,
+        out: &mut [f32; MAX_HEAD],
+    ) {
+        let (dk, dv) = (token.k.len(), token.v.len());
+        let (q, k) = (&self.q[..dk], &self.k[..dk]);
         while j + WIDE <= dv {
-            let y = columns::<WIDE>(from, s, dv, j, q, k, token.v, alpha, token.beta);
+            let y = columns::<WIDE>(from, s, dv, j, q, k, token.v, self.alpha, token.beta);
             out[j..j + WIDE].copy_from_slice(&y);
             j += WIDE;
         }
         while j < dv {
-            out[j] = columns::<1>(from, s, dv, j, q, k, token.v, alpha, token.beta)[0];
+            out[j] = columns::<1>(from, s, dv, j, q, k, token.v, self.alpha, token.beta)[0];
             j += 1;
         }
-        if let Some(o) = o {
-            for (o, y) in o.iter_mut().zip(&out) {
-                *o = bf16_of(*y);
+    }
+}
+
+per_isa! {
+    /// [`advance`] without intrinsics.
+    fn plain(from: Option<&[f32]>, s: &mut [f32], token: &Token<'_>, out: &mut [f32; MAX_HEAD]) {
+        Step::new(token).rest(from, s, token, 0, out);
+    }
+}
+
+/// Blocks of 128 columns, S read and written once each; `STREAM` writes past the caches.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,bmi2")]
+fn wide<const STREAM: bool>(
+    from: Option<&[f32]>,
+    s: &mut [f32],
+    token: &Token<'_>,
+    out: &mut [f32; MAX_HEAD],
+) {
+    use std::arch::x86_64::*;
+    const N: usize = WIDE / 16;
+    let (dk, dv) = (token.k.len(), token.v.len());
+    assert!(s.len() >= dk * dv && from.is_none_or(|f| f.len() >= dk * dv) && dv <= MAX_HEAD);
+    let to = s.as_mut_ptr();
+    let source = from.map_or(to.cast_const(), <[f32]>::as_ptr);
+    let done = dv / WIDE * WIDE;
+    let step = Step::new(token);
+    // SAFETY: columns j .. j + 128 of dk rows of dv values lie inside both states, checked above, as inside v and `out`;
+    // `STREAM` comes with a state on a cache line boundary and rows of whole lines.
+    unsafe {
+        let (alpha, beta) = (_mm512_set1_ps(step.alpha), _mm512_set1_ps(token.beta));
+        for j in (0..done).step_by(WIDE) {
+            let mut read = [_mm512_setzero_ps(); N];
+            for i in 0..dk {
+                let (row, k) = (source.add(i * dv + j), _mm512_set1_ps(step.k[i]));
+                for c in 0..N {
+                    let kept = _mm512_mul_ps(alpha, _mm512_loadu_ps(row.add(16 * c)));
+                    read[c] = _mm512_fmadd_ps(k, kept, read[c]);
+                }
             }
+            for c in 0..N {
+                let v = _mm512_loadu_ps(token.v.as_ptr().add(j + 16 * c));
+                read[c] = _mm512_mul_ps(beta, _mm512_sub_ps(v, read[c]));
+            }
+            let mut y = [_mm512_setzero_ps(); N];
+            for i in 0..dk {
+                let (row, new) = (source.add(i * dv + j), to.add(i * dv + j));
+                let (k, q) = (_mm512_set1_ps(step.k[i]), _mm512_set1_ps(step.q[i]));
+                for c in 0..N {
+                    let kept = _mm512_mul_ps(alpha, _mm512_loadu_ps(row.add(16 * c)));
+                    let w = _mm512_fmadd_ps(k, read[c], kept);
+                    if STREAM {
+                        _mm512_stream_ps(new.add(16 * c), w);
+                    } else {
+                        _mm512_storeu_ps(new.add(16 * c), w);
+                    }
+                    y[c] = _mm512_fmadd_ps(q, w, y[c]);
+                }
+            }
+            for c in 0..N {
+                _mm512_storeu_ps(out.as_mut_ptr().add(j + 16 * c), y[c]);
+            }
+        }
+        if STREAM {
+            // What makes streamed stores visible to other threads in time.
+            _mm_sfence();
+        }
+    }
+    step.rest(from, s, token, done, out);
+}
+
+/// Advances `from`, or else `s [dk, dv]` itself, by one token into `s`; `o [dv]`, if wanted, is `S^T q` of the new
+/// state, rounded to BF16. `stream` says that no cache will hold `s` until it is read again.
+pub(crate) fn advance(
+    isa: Isa,
+    from: Option<&[f32]>,
+    s: &mut [f32],
+    stream: bool,
+    token: &Token<'_>,
+    o: Option<&mut [u16]>,
+) {
+    let mut out = [0f32; MAX_HEAD];
+    #[cfg(target_arch = "x86_64")]
+    if isa >= Isa::Avx512 {
+        let lines = s.as_ptr().addr().is_multiple_of(64) && token.v.len().is_multiple_of(16);
+        // SAFETY: an `Isa` reaches a kernel only after `Isa::available` said the processor has it.
+        unsafe {
+            match stream && lines && from.is_some() {
+                true => wide::<true>(from, s, token, &mut out),
+                false => wide::<false>(from, s, token, &mut out),
+            }
+        }
+    } else {
+        plain(isa, from, s, token, &mut out);
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    plain(isa, from, s, token, &mut out);
+    if let Some(o) = o {
+        for (o, y) in o.iter_mut().zip(&out) {
+            *o = bf16_of(*y);
         }
     }
 }
@@ -125,7 +238,6 @@ pub(crate) fn gates(a: u16, b: u16, a_log: f32, dt_bias: f32) -> (f32, f32) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::isa::Isa;
     use super::super::linear::tests::Rng;
     use super::*;
 
@@ -147,7 +259,7 @@ mod tests {
                     if from.is_some() {
                         s.fill(f32::NAN);
                     }
-                    advance(isa, from.as_deref(), s, &token, Some(&mut o));
+                    advance(isa, from.as_deref(), s, step % 3 == 0, &token, Some(&mut o));
                     outs.push(o);
                 }
                 assert!(outs.iter().all(|o| o == &outs[0]));

@@ -14,6 +14,7 @@ mod cells;
 mod delta;
 mod elementwise;
 mod experts;
+mod huge;
 pub mod isa;
 pub mod linear;
 mod narrow;

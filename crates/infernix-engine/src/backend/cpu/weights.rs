@@ -35,6 +35,7 @@ pub struct CpuWeight {
     values: OnceLock<Vec<f32>>,
     plus_one: OnceLock<Vec<f32>>,
     transposed: OnceLock<Vec<f32>>,
+    read: OnceLock<()>,
 }
 
 fn wrong(name: &str, what: String) -> EngineError {
@@ -150,6 +151,7 @@ impl CpuWeight {
             values: empty(),
             plus_one: empty(),
             transposed: empty(),
+            read: OnceLock::new(),
         })
     }
 
@@ -166,6 +168,12 @@ impl CpuWeight {
     /// Storage of each part.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = Kind> {
         self.parts.iter().map(|p| p.kind)
+    }
+
+    /// To be called before products: the first one finds what it reads on huge pages, where the system grants them.
+    /// (A table that is only looked up in keeps small ones.)
+    pub(crate) fn for_products(&self) {
+        self.read.get_or_init(|| self.parts.iter().for_each(|p| super::huge::wish((*p.bytes).as_ref())));
     }
 
     /// Views of all parts, in order.

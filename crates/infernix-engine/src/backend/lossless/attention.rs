@@ -1,7 +1,7 @@
 //! Head norms with rotary embedding, attention, and the sparse-attention index.
 
 use super::elementwise::inverse_rms;
-use super::{Blocks, Lossless, Mat, U, Weight};
+use super::{Blocks, Lossless, Mat, U, Weight, simd};
 use crate::backend::{At, RopeTable, RowKey, StateId};
 use crate::numerics::dd::{Dd, Real};
 use crate::numerics::round::{RowRounder, Target};
@@ -44,19 +44,6 @@ fn rotated_bound(x: &dyn Fn(usize) -> f64, w: &[f64], n: f64, half: usize, scale
         _ => 0.0,
     };
     U * (w.len() as f64 + 12.0) * (size(i) * scale.max(1.0) + partner)
-}
-
-/// One head row of keys or queries against which scores are formed.
-fn dot64(a: &[f64], b: &[f32]) -> f64 {
-    let mut lanes = [0f64; 8];
-    let (ca, cb) = (a.chunks_exact(8), b.chunks_exact(8));
-    let rest: f64 = ca.remainder().iter().zip(cb.remainder()).map(|(a, b)| a * f64::from(*b)).sum();
-    for (a, b) in ca.zip(cb) {
-        for j in 0..8 {
-            lanes[j] += a[j] * f64::from(b[j]);
-        }
-    }
-    lanes.iter().sum::<f64>() + rest
 }
 
 fn dot_dd(a: &[f64], b: &[f32]) -> Dd {
@@ -198,9 +185,9 @@ impl Lossless {
                     .enumerate()
                     .map(|(b, key)| {
                         let (mut sum, mut bound) = (0.0, 0.0);
-                        let length = norm2(key.iter().map(|v| f64::from(*v)));
+                        let length = simd::square(key).sqrt();
                         for q in wide.chunks_exact(dims.dim) {
-                            sum += dot64(q, key).max(0.0);
+                            sum += simd::dot(q, key).max(0.0);
                             bound += U * (dims.dim as f64 + 8.0) * length * norm2(q.iter().copied());
                         }
                         let v = sum * scale;
@@ -308,20 +295,16 @@ fn softmax_sum(
         debug_assert!((i + 1) * d <= x.len());
         i * d..(i + 1) * d
     };
-    let scores: Vec<f64> = keys.iter().map(|i| dot64(q, &k[row(k, *i)]) * scale).collect();
+    let scores: Vec<f64> = keys.iter().map(|i| simd::dot(q, &k[row(k, *i)]) * scale).collect();
     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let longest = keys.iter().map(|i| norm2(k[row(k, *i)].iter().map(|v| f64::from(*v)))).fold(0.0, f64::max);
+    let longest = keys.iter().map(|i| simd::square(&k[row(k, *i)]).sqrt()).fold(0.0, f64::max);
     // Error of a score, which is the relative error of its exponential; the top's error cancels in the quotient.
     let score_error = U * ((d as f64 + 6.0) * scale * norm2(q.iter().copied()) * longest + 4.0 * top.abs());
     let (mut sum, mut acc, mut size) = (0.0, vec![0f64; d], vec![0f64; d]);
     for (i, s) in keys.iter().zip(&scores) {
         let p = (s - top).exp();
         sum += p;
-        for ((a, z), v) in acc.iter_mut().zip(&mut size).zip(&v[row(v, *i)]) {
-            let t = p * f64::from(*v);
-            *a += t;
-            *z += t.abs();
-        }
+        simd::weigh(p, &v[row(v, *i)], &mut acc, &mut size);
     }
     let relative = 2.0 * score_error + U * (2.0 * keys.len() as f64 + 10.0);
     let exact = OnceCell::new();

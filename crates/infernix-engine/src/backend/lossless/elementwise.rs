@@ -1,6 +1,7 @@
 //! Embedding, norms, linears, residuals, gates, hyper-connections, and the gated n-gram value.
 
-use super::gemm::Products;
+use super::gemm::{Operand, Products};
+use super::simd::each;
 use super::{Lossless, Mat, U, Weight, decode};
 use crate::backend::{Activation, At, Boundary, NormSpec, Op, Tokens};
 use crate::ngram::NgramTicket;
@@ -8,6 +9,7 @@ use crate::numerics::dd::{Dd, Real};
 use crate::numerics::round::Target;
 use crate::numerics::{a8, w4a4};
 use std::cell::OnceCell;
+use std::sync::Arc;
 
 /// `1 / sqrt(mean(x^2) + eps)`; within `(n/2 + 3)` units in f64.
 pub(super) fn inverse_rms<R: Real>(x: &[f32], eps: f64) -> R {
@@ -48,15 +50,14 @@ impl Lossless {
                 let n = inverse_rms::<f64>(x, spec.eps);
                 let exact = OnceCell::new();
                 let w = if w.len() == d { w } else { &w[g * d..(g + 1) * d] };
-                for (i, ((v, weight), o)) in x.iter().zip(w).zip(out).enumerate() {
-                    let e = g * d + i;
-                    let (v, weight) = (f64::from(*v), *weight);
-                    let y = v * (one + weight) * n;
-                    *o = r.round(e, y, U * y.abs() * (d as f64 + 8.0), || {
-                        let n = *exact.get_or_init(|| inverse_rms::<Dd>(x, spec.eps));
-                        Dd::of(v) * (Dd::of(one) + Dd::of(weight)) * n
-                    });
-                }
+                let value = |i: usize| {
+                    let y = f64::from(x[i]) * (one + w[i]) * n;
+                    (y, U * y.abs() * (d as f64 + 8.0))
+                };
+                each(&r, g * d, out, value, |i| {
+                    let n = *exact.get_or_init(|| inverse_rms::<Dd>(x, spec.eps));
+                    Dd::of(f64::from(x[i])) * (Dd::of(one) + Dd::of(w[i])) * n
+                });
             }
         })
     }
@@ -67,19 +68,19 @@ impl Lossless {
         }
         let packed = w.packed();
         let groups = x.width / packed.k;
-        let mut wide = x.wide();
-        if w.spec.activation == Activation::A8 {
+        let operand = if w.spec.activation == Activation::A8 {
+            let mut wide = x.wide();
             wide.chunks_exact_mut(packed.k).for_each(a8::quantise_in_place);
-        }
-        let p = Products::new(&packed, &wide);
+            Arc::new(Operand::new(wide, packed.k))
+        } else {
+            x.operand(packed.k)
+        };
+        let p = Products::new(&packed, &operand);
         let n = p.n();
         self.map_rows_as(self.target(out), x.rows, groups * n, at, |t, r, out| {
             for (g, out) in out.chunks_exact_mut(n).enumerate() {
                 let row = t * groups + g;
-                for (i, o) in out.iter_mut().enumerate() {
-                    let (v, b) = p.get(row, i);
-                    *o = r.round(g * n + i, v, b, || p.exact(row, i));
-                }
+                each(&r, g * n, out, |i| p.get(row, i), |i| p.exact(row, i));
             }
         })
     }
@@ -105,32 +106,41 @@ impl Lossless {
 
     pub(super) fn residual_add(&self, x: &mut Mat, y: &Mat, at: At<'_>) {
         let sum = self.map_rows(x.rows, x.width, at, |t, r, out| {
-            let (x, y) = (x.row(t), y.row(t).iter().cycle());
-            for (e, ((o, x), y)) in out.iter_mut().zip(x).zip(y).enumerate() {
-                let (a, b) = (f64::from(*x), f64::from(*y));
-                *o = r.round(e, a + b, U * (a + b).abs(), || Dd::of(a) + Dd::of(b));
+            let y = y.row(t);
+            for (n, (x, out)) in x.row(t).chunks(y.len()).zip(out.chunks_mut(y.len())).enumerate() {
+                let both = |i: usize| (f64::from(x[i]), f64::from(y[i]));
+                let value = |i: usize| {
+                    let (a, b) = both(i);
+                    (a + b, U * (a + b).abs())
+                };
+                each(&r, n * y.len(), out, value, |i| {
+                    let (a, b) = both(i);
+                    Dd::of(a) + Dd::of(b)
+                });
             }
         });
-        x.data = sum.data;
+        *x = sum;
     }
 
     pub(super) fn sigmoid_gate(&self, o: &Mat, gate: &Mat, at: At<'_>) -> Mat {
         self.map_rows(o.rows, o.width, at, |t, r, out| {
-            for (e, (o, g)) in o.row(t).iter().zip(gate.row(t)).enumerate() {
-                let (o, g) = (f64::from(*o), f64::from(*g));
-                let y = o * g.sigmoid();
-                out[e] = r.round(e, y, 8.0 * U * y.abs(), || Dd::of(o) * Dd::of(g).sigmoid());
-            }
+            let (o, g) = (o.row(t), gate.row(t));
+            let value = |i: usize| {
+                let y = f64::from(o[i]) * f64::from(g[i]).sigmoid();
+                (y, 8.0 * U * y.abs())
+            };
+            each(&r, 0, out, value, |i| Dd::of(f64::from(o[i])) * Dd::of(f64::from(g[i])).sigmoid());
         })
     }
 
     pub(super) fn silu_times(&self, gate: &Mat, up: &Mat, at: At<'_>) -> Mat {
         self.map_rows(gate.rows, gate.width, at, |t, r, out| {
-            for (e, (g, u)) in gate.row(t).iter().zip(up.row(t)).enumerate() {
-                let (g, u) = (f64::from(*g), f64::from(*u));
-                let y = g.silu() * u;
-                out[e] = r.round(e, y, 8.0 * U * y.abs(), || Dd::of(g).silu() * Dd::of(u));
-            }
+            let (g, u) = (gate.row(t), up.row(t));
+            let value = |i: usize| {
+                let y = f64::from(g[i]).silu() * f64::from(u[i]);
+                (y, 8.0 * U * y.abs())
+            };
+            each(&r, 0, out, value, |i| Dd::of(f64::from(g[i])).silu() * Dd::of(f64::from(u[i])));
         })
     }
 
@@ -176,24 +186,27 @@ impl Lossless {
         fast: impl Fn(f64, f64) -> (f64, f64) + Sync,
         exact: impl Fn(Dd) -> Dd + Sync,
     ) -> Mat {
-        let (packed, wide) = (w.packed(), x.wide());
-        let p = Products::new(&packed, &wide);
+        let packed = w.packed();
+        let operand = x.operand(packed.k);
+        let p = Products::new(&packed, &operand);
         self.map_rows_as(target, x.rows, p.n(), at, |t, r, out| {
-            for (i, o) in out.iter_mut().enumerate() {
+            let value = |i: usize| {
                 let (v, b) = p.get(t, i);
-                let (v, b) = fast(v, b);
-                *o = r.round(i, v, b, || exact(p.exact(t, i)));
-            }
+                fast(v, b)
+            };
+            each(&r, 0, out, value, |i| exact(p.exact(t, i)));
         })
     }
 
     pub(super) fn mixer_up(&self, normed: &Mat, m: &Mat, w: &Weight, streams: usize, at: At<'_>) -> Mat {
-        let (packed, wide) = (w.packed(), m.wide());
-        let p = Products::new(&packed, &wide);
+        let packed = w.packed();
+        let operand = m.operand(packed.k);
+        let p = Products::new(&packed, &operand);
         let h = normed.width / streams;
         self.map_rows(normed.rows, h, at, |t, r, out| {
             let x = normed.row(t);
-            for (i, o) in out.iter_mut().enumerate() {
+            let n = streams as f64;
+            let value = |i: usize| {
                 let (mut sum, mut bound) = (0.0, 0.0);
                 for s in 0..streams {
                     let (v, b) = p.get(t, s * h + i);
@@ -202,15 +215,15 @@ impl Lossless {
                     sum += g * n;
                     bound += n.abs() * (0.25 * b + 12.0 * U * g);
                 }
-                let n = streams as f64;
-                *o = r.round(i, sum / n, bound / n + U * (sum / n).abs(), || {
-                    let mut sum = Dd::ZERO;
-                    for s in 0..streams {
-                        sum = sum + p.exact(t, s * h + i).sigmoid() * Dd::of(f64::from(x[s * h + i]));
-                    }
-                    sum / Dd::of(n)
-                });
-            }
+                (sum / n, bound / n + U * (sum / n).abs())
+            };
+            each(&r, 0, out, value, |i| {
+                let mut sum = Dd::ZERO;
+                for s in 0..streams {
+                    sum = sum + p.exact(t, s * h + i).sigmoid() * Dd::of(f64::from(x[s * h + i]));
+                }
+                sum / Dd::of(n)
+            });
         })
     }
 
@@ -220,14 +233,19 @@ impl Lossless {
             let (x, y) = (r.row(t), y.row(t));
             for (s, ((b, x), out)) in factor.row(t).iter().zip(x.chunks(h)).zip(out.chunks_mut(h)).enumerate()
             {
-                for (i, ((o, x), y)) in out.iter_mut().zip(x).zip(y).enumerate() {
-                    // The product of a BF16 and an FP32 value is exact; of two FP32 values too.
-                    let (x, p) = (f64::from(*x), f64::from(*b) * f64::from(*y));
-                    *o = round.round(s * h + i, x + p, U * (x + p).abs(), || Dd::of(x) + Dd::of(p));
-                }
+                // The product of a BF16 and an FP32 value is exact; of two FP32 values too.
+                let both = |i: usize| (f64::from(x[i]), f64::from(*b) * f64::from(y[i]));
+                let value = |i: usize| {
+                    let (x, p) = both(i);
+                    (x + p, U * (x + p).abs())
+                };
+                each(&round, s * h, out, value, |i| {
+                    let (x, p) = both(i);
+                    Dd::of(x) + Dd::of(p)
+                });
             }
         });
-        r.data = sum.data;
+        *r = sum;
     }
 
     // ---- n-gram embedding ----------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 //! Routing and routed experts.
 
-use super::gemm::{Packed, Products};
+use super::gemm::{Operand, Packed, Products};
+use super::simd::each;
 use super::{Lossless, Mat, Routes, U, decode, take_budget};
 use crate::backend::{Activation, At, ExpertData, ExpertSpec, Op};
 use crate::error::EngineError;
 use crate::numerics::dd::{Dd, Real};
-use crate::numerics::round::{RowRounder, Target};
+use crate::numerics::round::Target;
 use crate::numerics::{a8, w4a4};
 use infernix_formats::Format;
 use infernix_formats::expert_bank::{BankShape, ExpertMatrix, unpack_nvfp4};
@@ -245,35 +246,39 @@ impl Lossless {
         if a8 {
             input.chunks_exact_mut(gate.k).for_each(a8::quantise_in_place);
         }
+        let input = Operand::new(input, gate.k);
         let (g, u) = (Products::new(gate, &input), Products::new(up, &input));
         let mut hidden = Vec::with_capacity(rows.len() * gate.n);
+        let mut cut = [const { Vec::new() }; 3];
+        cut.iter_mut().for_each(|v| v.resize(gate.n, 0f32));
+        let [cut_g, cut_u, cut_h] = &mut cut;
         for (j, &(t, rank)) in rows.iter().enumerate() {
-            let (rg, ru, rh) = (round(Op::ExpertGate, t), round(Op::ExpertUp, t), round(Op::ExpertHidden, t));
-            for i in 0..gate.n {
-                let el = rank * gate.n + i;
-                let take = |r: &RowRounder, p: &Products<'_>| {
-                    let (v, b) = p.get(j, i);
-                    f64::from(r.round(el, v, b, || p.exact(j, i)))
-                };
-                let (g, u) = (take(&rg, &g), take(&ru, &u));
+            let first = rank * gate.n;
+            each(&round(Op::ExpertGate, t), first, cut_g, |i| g.get(j, i), |i| g.exact(j, i));
+            each(&round(Op::ExpertUp, t), first, cut_u, |i| u.get(j, i), |i| u.exact(j, i));
+            let both = |i: usize| (f64::from(cut_g[i]), f64::from(cut_u[i]));
+            let value = |i: usize| {
+                let (g, u) = both(i);
                 let h = g.silu() * u;
-                hidden.push(f64::from(rh.round(el, h, 8.0 * U * h.abs(), || Dd::of(g).silu() * Dd::of(u))));
-            }
+                (h, 8.0 * U * h.abs())
+            };
+            each(&round(Op::ExpertHidden, t), first, cut_h, value, |i| {
+                let (g, u) = both(i);
+                Dd::of(g).silu() * Dd::of(u)
+            });
+            hidden.extend(cut_h.iter().map(|h| f64::from(*h)));
         }
         if a8 {
             hidden.chunks_exact_mut(down.k).for_each(a8::quantise_in_place);
         }
+        let hidden = Operand::new(hidden, down.k);
         let y = Products::new(down, &hidden);
         rows.iter()
             .enumerate()
             .map(|(j, &(t, rank))| {
                 let r = round(Op::ExpertDown, t);
-                let out = (0..down.n)
-                    .map(|i| {
-                        let (v, b) = y.get(j, i);
-                        r.round(rank * down.n + i, v, b, || y.exact(j, i))
-                    })
-                    .collect();
+                let mut out = vec![0f32; down.n];
+                each(&r, rank * down.n, &mut out, |i| y.get(j, i), |i| y.exact(j, i));
                 (t, rank, out)
             })
             .collect()

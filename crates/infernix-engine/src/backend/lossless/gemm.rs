@@ -33,16 +33,49 @@ pub(super) struct Packed {
     grain: Vec<i32>,
 }
 
-/// The largest power of two of which all values are multiples; 0 has none.
-fn grain(row: &[f64]) -> i32 {
-    let lowest = |v: &f64| {
-        let bits = v.to_bits();
-        let exponent = (bits >> 52 & 0x7FF) as i32;
-        // A subnormal's exponent is 1 and its leading bit not implied.
-        let mantissa = bits & ((1 << 52) - 1) | if exponent > 0 { 1 << 52 } else { 0 };
-        exponent.max(1) - 1075 + mantissa.trailing_zeros() as i32
-    };
-    row.iter().filter(|v| **v != 0.0).map(lowest).min().unwrap_or(1024)
+/// `sum v^2` of a row, and the largest power of two of which all its values are multiples (1024 if all are 0).
+#[inline(always)]
+pub(super) fn scan(row: &[f64]) -> (f64, i32) {
+    const LANES: usize = 16;
+    let (mut squares, mut lowest) = ([0f64; LANES], [1024i64; LANES]);
+    for row in row.chunks(LANES) {
+        for ((v, sum), low) in row.iter().zip(&mut squares).zip(&mut lowest) {
+            let bits = v.to_bits();
+            let exponent = (bits >> 52 & 0x7FF) as i64;
+            // A subnormal's exponent is 1 and its leading bit not implied.
+            let mantissa = (bits & ((1 << 52) - 1) | if exponent > 0 { 1 << 52 } else { 0 }) as i64;
+            // The lowest bit alone is a power of two: its exponent as a float is its place.
+            let place = (((mantissa & mantissa.wrapping_neg()) as f64).to_bits() >> 52) as i64 - 1023;
+            let grain = exponent.max(1) - 1075 + place;
+            *low = if *v == 0.0 { *low } else { (*low).min(grain) };
+            *sum += v * v;
+        }
+    }
+    (squares.iter().sum(), lowest.into_iter().min().unwrap_or(1024) as i32)
+}
+
+/// Rows of activations as f64, with what the error bounds need to know of them.
+#[derive(Debug, Default)]
+pub(super) struct Operand {
+    k: usize,
+    /// `[T, K]`.
+    x: Vec<f64>,
+    /// Euclidean norm of each row.
+    norm: Vec<f64>,
+    /// Each row's values are multiples of 2 to this power.
+    grain: Vec<i32>,
+}
+
+impl Operand {
+    pub(super) fn new(x: Vec<f64>, k: usize) -> Self {
+        let k = k.max(1);
+        let (squares, grain): (Vec<f64>, Vec<i32>) = x.par_chunks_exact(k).map(super::simd::scan).unzip();
+        Operand { k, x, norm: squares.into_iter().map(f64::sqrt).collect(), grain }
+    }
+
+    fn row(&self, t: usize) -> &[f64] {
+        &self.x[t * self.k..(t + 1) * self.k]
+    }
 }
 
 impl Packed {
@@ -72,7 +105,7 @@ impl Packed {
             .zip(&exact.divisor)
             .map(|(row, d)| row.iter().map(|v| v * v).sum::<f64>().sqrt() / d.abs())
             .collect();
-        let grain = exact.values.chunks_exact(k).map(grain).collect();
+        let grain = exact.values.chunks_exact(k).map(|row| super::simd::scan(row).1).collect();
         Packed { n, k, tiles, divisor: exact.divisor.clone(), norm, grain }
     }
 
@@ -107,23 +140,21 @@ impl Packed {
 /// All products of a matrix with rows of x, unrounded.
 pub(super) struct Products<'a> {
     w: &'a Packed,
-    /// `[T, K]`.
-    x: &'a [f64],
+    x: &'a Operand,
     /// `[T, N]`.
     pub y: Vec<f64>,
-    xnorm: Vec<f64>,
-    xgrain: Vec<i32>,
 }
 
 impl<'a> Products<'a> {
     /// `x [T, K]`.
-    pub(super) fn new(w: &'a Packed, x: &'a [f64]) -> Self {
-        let t = x.len() / w.k;
+    pub(super) fn new(w: &'a Packed, x: &'a Operand) -> Self {
+        assert_eq!(x.k, w.k, "weight and activations differ in K");
+        let t = x.norm.len();
         let mut y = vec![0f64; t * w.n];
         let columns: Vec<(usize, Vec<f64>)> = (0..w.n.div_ceil(NT))
             .into_par_iter()
             .with_min_len((1 << 15) / (w.k * t.max(1) * NT / 16 + 1) + 1)
-            .map(|tile| (tile, tile_products(w, tile, x, t)))
+            .map(|tile| (tile, tile_products(w, tile, &x.x, t)))
             .collect();
         for (tile, out) in columns {
             let n = tile * NT..(tile * NT + NT).min(w.n);
@@ -138,9 +169,7 @@ impl<'a> Products<'a> {
                 }
             }
         }
-        let xnorm = x.chunks_exact(w.k).map(|r| r.iter().map(|v| v * v).sum::<f64>().sqrt()).collect();
-        let xgrain = x.chunks_exact(w.k).map(grain).collect();
-        Products { w, x, y, xnorm, xgrain }
+        Products { w, x, y }
     }
 
     /// Outputs a row.
@@ -151,10 +180,10 @@ impl<'a> Products<'a> {
     /// Value and error bound.
     pub(super) fn get(&self, t: usize, n: usize) -> (f64, f64) {
         let v = self.y[t * self.w.n + n];
-        let size = self.xnorm[t] * self.w.norm[n];
+        let size = self.x.norm[t] * self.w.norm[n];
         // The biased exponent of `size` says size < 2^(e - 1022); any partial sum is at most that.
         let top = (size.to_bits() >> 52) as i32 - 1022;
-        if top - (self.xgrain[t] + self.w.grain[n]) <= 52 && self.w.divisor[n] == 1.0 {
+        if top - (self.x.grain[t] + self.w.grain[n]) <= 52 && self.w.divisor[n] == 1.0 {
             return (v, 0.0);
         }
         (v, (self.w.k + 4) as f64 * (f64::EPSILON / 2.0) * 1.01 * size)
@@ -162,7 +191,7 @@ impl<'a> Products<'a> {
 
     /// Double-double value.
     pub(super) fn exact(&self, t: usize, n: usize) -> Dd {
-        self.w.exact(n, &self.x[t * self.w.k..(t + 1) * self.w.k])
+        self.w.exact(n, self.x.row(t))
     }
 }
 

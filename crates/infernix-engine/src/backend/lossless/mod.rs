@@ -18,7 +18,7 @@ use super::*;
 use crate::numerics::round::{Rounding, RowRounder, Target};
 use crate::state::{HostState, SlotSnapshot};
 use decode::Exact;
-use gemm::Packed;
+use gemm::{Operand, Packed};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -44,19 +44,41 @@ impl Default for LosslessOptions {
 }
 
 /// A matrix of FP32 (or exact BF16) values on the host.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Mat {
     /// Rows.
     pub rows: usize,
     /// Values a row.
     pub width: usize,
-    /// Row-major values.
-    pub data: Vec<f32>,
+    data: Vec<f32>,
+    /// What products read of whole rows, made once for all of them.
+    operand: OnceLock<Arc<Operand>>,
 }
 
 impl Mat {
     fn new(rows: usize, width: usize) -> Mat {
-        Mat { rows, width, data: vec![0.0; rows * width] }
+        Mat::of(rows, width, vec![0.0; rows * width])
+    }
+
+    fn of(rows: usize, width: usize, data: Vec<f32>) -> Mat {
+        Mat { rows, width, data, operand: OnceLock::new() }
+    }
+
+    /// Row-major values.
+    pub fn values(&self) -> &[f32] {
+        &self.data
+    }
+
+    /// The values, to be changed.
+    fn data_mut(&mut self) -> &mut [f32] {
+        self.operand.take();
+        &mut self.data
+    }
+
+    /// Rows of `k` values for products.
+    fn operand(&self, k: usize) -> Arc<Operand> {
+        let make = || Arc::new(Operand::new(self.wide(), k));
+        if k == self.width { self.operand.get_or_init(make).clone() } else { make() }
     }
 
     fn row(&self, t: usize) -> &[f32] {
@@ -123,6 +145,12 @@ impl Weight {
     /// Values a row.
     fn k(&self) -> usize {
         self.small().k
+    }
+
+    /// `[K, N]` of a small matrix.
+    fn by_column(&self) -> Vec<f64> {
+        let e = self.small();
+        (0..e.k).flat_map(|j| e.values.iter().skip(j).step_by(e.k).copied()).collect()
     }
 
     /// One row of a small matrix.
@@ -344,7 +372,7 @@ impl Backend for Lossless {
     }
 
     fn write(&mut self, rows: usize, width: usize, values: &[f32]) -> Mat {
-        Mat { rows, width, data: values.to_vec() }
+        Mat::of(rows, width, values.to_vec())
     }
 
     fn read_routing(&mut self, routing: &Routes) -> Routes {
@@ -356,17 +384,17 @@ impl Backend for Lossless {
     }
 
     fn take_rows(&mut self, x: &Mat, rows: &[usize]) -> Mat {
-        Mat { rows: rows.len(), width: x.width, data: rows.iter().flat_map(|r| x.row(*r)).copied().collect() }
+        Mat::of(rows.len(), x.width, rows.iter().flat_map(|r| x.row(*r)).copied().collect())
     }
 
     fn repeat(&mut self, x: &Mat, n: usize) -> Mat {
         let data = (0..x.rows).flat_map(|t| std::iter::repeat_n(x.row(t), n)).flatten().copied().collect();
-        Mat { rows: x.rows, width: n * x.width, data }
+        Mat::of(x.rows, n * x.width, data)
     }
 
     fn concat(&mut self, x: &Mat, y: &Mat) -> Mat {
         let data = (0..x.rows).flat_map(|t| x.row(t).iter().chain(y.row(t))).copied().collect();
-        Mat { rows: x.rows, width: x.width + y.width, data }
+        Mat::of(x.rows, x.width + y.width, data)
     }
 
     fn copy(&mut self, x: &Mat) -> Mat {

@@ -1,5 +1,6 @@
 //! Convolutions and the gated delta rule.
 
+use super::simd::{self, each};
 use super::{Lossless, Mat, U};
 use crate::backend::{At, GateKind, GdnDims, Op, RowKey, Site, StateId};
 use crate::numerics::dd::{Dd, Real};
@@ -8,25 +9,34 @@ use crate::state::{ConvKind, GdnLane, GdnRecord};
 use rayon::prelude::*;
 use std::cell::OnceCell;
 
-/// `silu(sum_j w[c, j] window[(t + j * dilation), c])` as value and bound; window starts `(taps - 1) * dilation` columns
-/// before the first output.
-fn conv_at<R: Real>(
+/// `sum_j w[c, j] window[(t + j * dilation), c]` of every channel and the sums of magnitudes; the window starts
+/// `(taps - 1) * dilation` columns before the first output.
+fn convolved(
     window: &[f32],
+    by_tap: &[f64],
     width: usize,
-    w: &[f64],
-    c: usize,
     t: usize,
     dilation: usize,
-) -> (R, f64) {
-    let (mut sum, mut size) = (R::of(0.0), 0.0);
-    for (j, w) in w.iter().enumerate() {
-        let x = f64::from(window[(t + j * dilation) * width + c]);
-        sum = sum + R::of(*w) * R::of(x);
-        size += (w * x).abs();
-    }
+) -> (Vec<f64>, Vec<f64>) {
+    let (mut sum, mut size) = (vec![0.0; width], vec![0.0; width]);
+    simd::convolve(&window[t * width..], by_tap, dilation, &mut sum, &mut size);
+    (sum, size)
+}
+
+/// `silu` of a convolution of `taps` taps and its bound.
+fn finished(sum: f64, size: f64, taps: usize) -> (f64, f64) {
     let y = sum.silu();
     // |silu'| <= 1.1.
-    (y, U * (1.1 * (w.len() + 2) as f64 * size + 6.0 * y.to_f64().abs()))
+    (y, U * (1.1 * (taps + 2) as f64 * size + 6.0 * y.abs()))
+}
+
+/// One channel of a convolution.
+fn conv_exact(window: &[f32], width: usize, w: &[f64], c: usize, t: usize, dilation: usize) -> Dd {
+    let mut sum = Dd::ZERO;
+    for (j, w) in w.iter().enumerate() {
+        sum = sum + Dd::product(*w, f64::from(window[(t + j * dilation) * width + c]));
+    }
+    sum.silu()
 }
 
 impl Lossless {
@@ -44,18 +54,16 @@ impl Lossless {
 
     pub(super) fn conv(&mut self, id: StateId, x: &Mat, w: &super::Weight, at: At<'_>) -> Mat {
         let windows = self.windows(ConvKind::Gdn, id, x);
-        let (width, taps) = (x.width, w.k());
+        let (width, taps, by_tap) = (x.width, w.k(), w.by_column());
         let mut out = Mat::new(x.rows, width);
         for (first, window) in &windows {
             let n = window.len() / width + 1 - taps;
             out.data[first * width..(first + n) * width].par_chunks_mut(width).enumerate().for_each(
                 |(t, out)| {
                     let r = self.rounder(at, first + t);
-                    for (c, o) in out.iter_mut().enumerate() {
-                        let w = w.row(c);
-                        let (v, b) = conv_at::<f64>(window, width, w, c, t, 1);
-                        *o = r.round(c, v, b, || conv_at::<Dd>(window, width, w, c, t, 1).0);
-                    }
+                    let (sum, size) = convolved(window, &by_tap, width, t, 1);
+                    let value = |c: usize| finished(sum[c], size[c], taps);
+                    each(&r, 0, out, value, |c| conv_exact(window, width, w.row(c), c, t, 1));
                 },
             );
         }
@@ -75,22 +83,25 @@ impl Lossless {
     ) {
         let windows = self.windows(ConvKind::Ple, id, c);
         let width = c.width;
-        let skip = (w.k() - 1) * dilation;
+        let (skip, by_tap) = ((w.k() - 1) * dilation, w.by_column());
+        let data = r.data_mut();
         for (first, window) in &windows {
             let n = window.len() / width - skip;
             let rows = first * width..(first + n) * width;
-            r.data[rows].par_chunks_mut(width).enumerate().for_each(|(t, out)| {
+            data[rows].par_chunks_mut(width).enumerate().for_each(|(t, out)| {
                 let round = self.rounder(at, first + t);
                 let v = &v.data[(first + t) * width..];
-                for (e, o) in out.iter_mut().enumerate() {
-                    let (x, v, w) = (f64::from(*o), f64::from(v[e]), w.row(e));
-                    let (s, b) = conv_at::<f64>(window, width, w, e, t, dilation);
-                    let y = x + v + s;
-                    let b = b + U * 3.0 * (x.abs() + v.abs() + s.abs());
-                    *o = round.round(e, y, b, || {
-                        Dd::of(x) + Dd::of(v) + conv_at::<Dd>(window, width, w, e, t, dilation).0
-                    });
-                }
+                let old = out.to_vec();
+                let (sum, size) = convolved(window, &by_tap, width, t, dilation);
+                let value = |e: usize| {
+                    let (x, v) = (f64::from(old[e]), f64::from(v[e]));
+                    let (s, b) = finished(sum[e], size[e], w.k());
+                    (x + v + s, b + U * 3.0 * (x.abs() + v.abs() + s.abs()))
+                };
+                each(&round, 0, out, value, |e| {
+                    let (x, v) = (f64::from(old[e]), f64::from(v[e]));
+                    Dd::of(x) + Dd::of(v) + conv_exact(window, width, w.row(e), e, t, dilation)
+                });
             });
         }
     }
@@ -191,17 +202,15 @@ impl Lossless {
                 let x = &o[h * d..(h + 1) * d];
                 let n = super::elementwise::inverse_rms::<f64>(x, eps);
                 let exact = OnceCell::new();
-                for i in 0..d {
-                    let (e, z) = (h * d + i, f64::from(z[h * d + i]));
-                    let x = f64::from(x[i]);
-                    let v = x * w[i] * n * gate::<f64>(kind, z);
-                    out[e] = r.round(e, v, U * v.abs() * (d as f64 + 20.0), || {
-                        let n = *exact.get_or_init(|| {
-                            super::elementwise::inverse_rms::<Dd>(&o[h * d..(h + 1) * d], eps)
-                        });
-                        Dd::product(x, w[i]) * n * gate::<Dd>(kind, z)
-                    });
-                }
+                let (z, out) = (&z[h * d..(h + 1) * d], &mut out[h * d..(h + 1) * d]);
+                let value = |i: usize| {
+                    let v = f64::from(x[i]) * w[i] * n * gate::<f64>(kind, f64::from(z[i]));
+                    (v, U * v.abs() * (d as f64 + 20.0))
+                };
+                each(&r, h * d, out, value, |i| {
+                    let n = *exact.get_or_init(|| super::elementwise::inverse_rms::<Dd>(x, eps));
+                    Dd::product(f64::from(x[i]), w[i]) * n * gate::<Dd>(kind, f64::from(z[i]))
+                });
             }
         })
     }

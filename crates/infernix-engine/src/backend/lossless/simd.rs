@@ -4,6 +4,8 @@
 
 use super::gemm;
 use super::recurrent::{self, Scratch, Token};
+use crate::numerics::dd::Dd;
+use crate::numerics::round::RowRounder;
 use std::sync::LazyLock;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -73,5 +75,127 @@ pub(super) fn step(s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
         // SAFETY: the features were detected.
         Isa::Avx2 => unsafe { step_avx2(s, token, scratch) },
         _ => recurrent::step::<false>(s, token, scratch),
+    }
+}
+
+/// `$body` compiled for every instruction set, behind a function that chooses.
+macro_rules! per_isa {
+    ($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $(#[$meta])*
+        pub(super) fn $name($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body($($arg: $ty),*) $(-> $ret)? $body
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
+            fn v4($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn v3($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+            match *ISA {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: the features were detected.
+                Isa::Avx512 => unsafe { v4($($arg),*) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: the features were detected.
+                Isa::Avx2 => unsafe { v3($($arg),*) },
+                _ => body($($arg),*),
+            }
+        }
+    };
+}
+
+per_isa! {
+    /// [`RowRounder::cut`].
+    fn cut(r: &RowRounder, first: usize, v: &[f64], bound: &[f64], out: &mut [f32]) -> bool {
+        r.cut(first, v, bound, out)
+    }
+}
+
+per_isa! {
+    /// `sum v^2`, and the power of two of which all values are multiples (1024 if all are 0).
+    fn scan(row: &[f64]) -> (f64, i32) {
+        gemm::scan(row)
+    }
+}
+
+per_isa! {
+    /// Adds `p v` to `sum` and `|p v|` to `size`, one product rounded on its own.
+    fn weigh(p: f64, v: &[f32], sum: &mut [f64], size: &mut [f64]) {
+        for ((a, z), v) in sum.iter_mut().zip(size).zip(v) {
+            let t = p * f64::from(*v);
+            *a += t;
+            *z += t.abs();
+        }
+    }
+}
+
+per_isa! {
+    /// Products of a query with a row of keys.
+    fn dot(a: &[f64], b: &[f32]) -> f64 {
+        let mut lanes = [0f64; 16];
+        let ((ca, ra), (cb, rb)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
+        for (a, b) in ca.iter().zip(cb) {
+            for j in 0..16 {
+                lanes[j] += a[j] * f64::from(b[j]);
+            }
+        }
+        let rest: f64 = ra.iter().zip(rb).map(|(a, b)| a * f64::from(*b)).sum();
+        lanes.iter().sum::<f64>() + rest
+    }
+}
+
+per_isa! {
+    /// `sum v^2`.
+    fn square(v: &[f32]) -> f64 {
+        let mut lanes = [0f64; 16];
+        let (chunks, rest) = v.as_chunks::<16>();
+        for v in chunks {
+            for j in 0..16 {
+                lanes[j] += f64::from(v[j]) * f64::from(v[j]);
+            }
+        }
+        lanes.iter().sum::<f64>() + rest.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>()
+    }
+}
+
+per_isa! {
+    /// For every channel `sum_j taps[j, c] window[j dilation, c]` and the sum of magnitudes.
+    fn convolve(window: &[f32], taps: &[f64], dilation: usize, sum: &mut [f64], size: &mut [f64]) {
+        let width = sum.len();
+        for (j, taps) in taps.chunks_exact(width).enumerate() {
+            let x = &window[j * dilation * width..][..width];
+            for (((s, z), w), x) in sum.iter_mut().zip(size.iter_mut()).zip(taps).zip(x) {
+                let p = w * f64::from(*x);
+                *s += p;
+                *z += p.abs();
+            }
+        }
+    }
+}
+
+/// Elements rounded together.
+const BATCH: usize = 64;
+
+/// Rounds `value(i)`, known to within its second part, to `out[i]`, element number `first + i`; `exact(i)` decides where
+/// that does not.
+pub(super) fn each(
+    r: &RowRounder,
+    first: usize,
+    out: &mut [f32],
+    value: impl Fn(usize) -> (f64, f64),
+    exact: impl Fn(usize) -> Dd,
+) {
+    let (mut v, mut bound) = ([0f64; BATCH], [0f64; BATCH]);
+    for (n, out) in out.chunks_mut(BATCH).enumerate() {
+        let at = n * BATCH;
+        for i in 0..out.len() {
+            (v[i], bound[i]) = value(at + i);
+        }
+        let len = out.len();
+        if !cut(r, first + at, &v[..len], &bound[..len], out) {
+            for (i, o) in out.iter_mut().enumerate() {
+                *o = r.round(first + at + i, v[i], bound[i], || exact(at + i));
+            }
+        }
     }
 }

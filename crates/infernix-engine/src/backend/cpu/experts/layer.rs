@@ -4,7 +4,7 @@ use super::super::cells::Cells;
 use super::super::elementwise;
 use super::super::isa::Isa;
 #[cfg(target_arch = "x86_64")]
-use super::super::linear::lanes::{self, Quantised};
+use super::super::linear::lanes::{self, Exact, Quantised};
 use super::super::linear::{Kind, Rows};
 use super::super::num::{bf16_of, sigmoid};
 use super::super::pool::Pool;
@@ -48,6 +48,9 @@ enum Inputs {
     /// int8 columns for the processor's byte dot products.
     #[cfg(target_arch = "x86_64")]
     Int8(Vec<Quantised>),
+    /// int8 columns for codes that are no small integers.
+    #[cfg(target_arch = "x86_64")]
+    Exact(Vec<Exact>),
     /// Portable columns.
     Columns(Vec<Column>),
 }
@@ -139,6 +142,10 @@ impl Layer<'_> {
             #[cfg(target_arch = "x86_64")]
             if self.isa == Isa::Avx512Bf16 && self.kinds().all(Kind::integers) {
                 return Inputs::Int8(columns.map(|x| Quantised::new(self.isa, x)).collect());
+            }
+            #[cfg(target_arch = "x86_64")]
+            if self.isa == Isa::Avx512Bf16 && self.kinds().all(lanes::takes) {
+                return Inputs::Exact(columns.map(|x| Exact::new(self.isa, x)).collect());
             }
             return Inputs::Columns(columns.map(Column::int8).collect());
         }
@@ -266,6 +273,9 @@ impl Layer<'_> {
                 chain::rg16_int8(units, &x, &mut out);
                 out.into_iter().map(Raw::Real).collect()
             }
+            // Banks of 16-row groups hold small integers.
+            #[cfg(target_arch = "x86_64")]
+            Inputs::Exact(_) => Vec::new(),
             Inputs::Columns(x) => {
                 let x: Vec<&Column> = columns.iter().map(|c| &x[*c]).collect();
                 let mut out = vec![[0f32; LANES]; x.len()];
@@ -376,6 +386,11 @@ impl Layer<'_> {
                 Inputs::Int8(x) => {
                     let x: Vec<&Quantised> = columns.iter().map(|c| &x[*c]).collect();
                     lanes::int8(w, first, &x, &mut out);
+                }
+                #[cfg(target_arch = "x86_64")]
+                Inputs::Exact(x) => {
+                    let x: Vec<&Exact> = columns.iter().map(|c| &x[*c]).collect();
+                    lanes::exact(w, first, &x, &mut out);
                 }
                 Inputs::Columns(x) => {
                     let x: Vec<&Column> = columns.iter().map(|c| &x[*c]).collect();

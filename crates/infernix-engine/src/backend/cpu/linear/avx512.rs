@@ -190,6 +190,10 @@ unsafe fn direct<S: Stored, const HW: bool, const INT8: bool, const C: usize>(
             let mut scales = [0f32; RUN * 2];
             while b + RUN <= n {
                 S::prepare(&pointers, b, scales.as_mut_ptr());
+                let bytes = w.kind().block_bytes().0;
+                for line in (0..RUN * bytes).step_by(128) {
+                    pointers.ahead(b * bytes + line);
+                }
                 for j in 0..RUN {
                     let codes = S::codes::<HW>(&pointers, b + j);
                     let s = &scales[j * S::KEPT..];
@@ -202,7 +206,11 @@ unsafe fn direct<S: Stored, const HW: bool, const INT8: bool, const C: usize>(
                 b += RUN;
             }
         }
+        let bytes = w.kind().block_bytes().0;
         while b < n {
+            if b * bytes % 128 == 0 {
+                pointers.ahead(b * bytes);
+            }
             let (codes, scales) = (S::codes::<HW>(&pointers, b), S::scales(&pointers, b));
             for c in 0..C {
                 let v = pair(xs.add(c * x.width + b * BLOCK));

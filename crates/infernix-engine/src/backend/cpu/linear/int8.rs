@@ -54,15 +54,18 @@ pub(crate) struct Int8 {
     scales: Vec<f32>,
     /// Of each 128 codes the even ones, then the odd ones.
     even_odd: Vec<i8>,
-    lanes: [Lanes; 2],
+    lanes: Vec<Lanes>,
     tiles: Vec<Tiles>,
 }
 
-/// Scales and sums of a column's groups at their chains, `[columns, rounds of 16 groups, 16]`.
+/// What a column's groups have at their chains, `[columns, rounds of 16 groups, 16]`.
 #[derive(Debug, Default)]
 pub(super) struct Lanes {
+    size: usize,
+    bias: i32,
     pub(super) scales: Vec<f32>,
-    pub(super) sums: Vec<i32>,
+    /// `-bias x sum of the group's codes`.
+    pub(super) start: Vec<i32>,
 }
 
 /// Columns side by side, groups in folding order: `[tile, group, 4 codes of each of 8 columns]`.
@@ -86,7 +89,7 @@ impl Int8 {
         (old.columns, old.width) = (columns, width);
         old.even_odd.clear();
         old.tiles.clear();
-        old.lanes = Default::default();
+        old.lanes.clear();
         old.codes.clear();
         old.codes.resize(columns * width, 0);
         old.scales.clear();
@@ -120,7 +123,7 @@ impl Int8 {
     }
 
     /// Makes what [`super::vnni::rows`] reads.
-    pub(super) fn for_rows(&mut self, size: usize, even_odd: bool) {
+    pub(super) fn for_rows(&mut self, size: usize, bias: i32, even_odd: bool) {
         if even_odd && self.even_odd.is_empty() {
             self.even_odd.resize(self.codes.len(), 0);
             for (o, x) in self.even_odd.chunks_exact_mut(UNIT).zip(self.codes.chunks_exact(UNIT)) {
@@ -130,28 +133,29 @@ impl Int8 {
                 }
             }
         }
-        let lanes = &mut self.lanes[usize::from(size == 32)];
-        if !lanes.scales.is_empty() {
+        if self.lanes.iter().any(|l| (l.size, l.bias) == (size, bias)) {
             return;
         }
         let rounds = self.width.div_ceil(size * CHAINS) * CHAINS;
-        lanes.scales.resize(self.columns * rounds, 0.0);
-        lanes.sums.resize(self.columns * rounds, 0);
+        let n = self.columns * rounds;
+        let mut lanes = Lanes { size, bias, scales: vec![0.0; n], start: vec![0; n] };
         for c in 0..self.columns {
             for (g, codes) in self.codes[c * self.width..(c + 1) * self.width].chunks_exact(size).enumerate()
             {
                 let at = c * rounds + g / CHAINS * CHAINS + chain(g, size);
                 lanes.scales[at] = self.scales[c * (self.width / a8::GROUP) + g * size / a8::GROUP];
-                lanes.sums[at] = codes.iter().map(|c| i32::from(*c)).sum();
+                lanes.start[at] = -bias * codes.iter().map(|c| i32::from(*c)).sum::<i32>();
             }
         }
+        self.lanes.push(lanes);
     }
 
-    /// Codes for [`super::vnni::rows`], and the groups' scales and sums.
-    pub(super) fn rows(&self, size: usize, even_odd: bool) -> (&[i8], &Lanes) {
-        let lanes = &self.lanes[usize::from(size == 32)];
+    /// Codes for [`super::vnni::rows`], and the groups' scales and sums, which [`Int8::for_rows`] made.
+    pub(super) fn rows(&self, size: usize, bias: i32, even_odd: bool) -> (&[i8], &Lanes) {
+        let lanes =
+            self.lanes.iter().find(|l| (l.size, l.bias) == (size, bias)).expect("made for these codes");
         let codes = if even_odd { &self.even_odd } else { &self.codes };
-        assert!(codes.len() == self.codes.len() && (!lanes.scales.is_empty() || codes.is_empty()));
+        assert_eq!(codes.len(), self.codes.len(), "even-odd order not made");
         (codes, lanes)
     }
 

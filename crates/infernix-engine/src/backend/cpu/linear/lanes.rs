@@ -9,6 +9,7 @@ use super::rows::{BLOCK, Kind, Rows};
 use super::stored::{Planes, Row, SBf16, SFp8, SMxfp8, SNvfp4, SQ4, SQ5, SQ6, SQ8, Stored};
 use super::vnni::{Codes, Nvfp4, Q4, Q5, Q6, Q8, transpose, units};
 use crate::backend::cpu::isa::Isa;
+use crate::backend::cpu::num::bf16_exact;
 use crate::numerics::a8;
 use std::arch::x86_64::*;
 
@@ -239,6 +240,173 @@ pub(crate) fn wide(w: &Rows<'_>, first: usize, x: &[&[u32]], out: &mut [[f32; LA
     unsafe { wide_entry(w, first, x, out) }
 }
 
+/// A column of int8 activations for codes that are no small integers.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Exact {
+    /// Codes as BF16, in pairs as [`wide`] takes them.
+    pub(crate) pairs: Vec<u32>,
+    /// A scale per 32.
+    pub(crate) scales: Vec<f32>,
+}
+
+impl Exact {
+    pub(crate) fn new(isa: Isa, x: &[u16]) -> Self {
+        let width = x.len().next_multiple_of(UNIT);
+        let (mut codes, mut scales) = (vec![0i8; width], vec![0.0; width / a8::GROUP]);
+        quantise(isa, x, &mut codes, &mut scales);
+        let wide = |c: i8| u32::from(bf16_exact(f32::from(c)));
+        let mut pairs: Vec<u32> =
+            codes.as_chunks::<2>().0.iter().map(|p| wide(p[0]) << 16 | wide(p[1])).collect();
+        pairs.truncate(super::lanes::pairs(x.len()));
+        Exact { pairs, scales }
+    }
+}
+
+/// Codes from 1 on, and those below. With FP8, a sum of 32 products of either kind with integers up to 127 is exact in
+/// FP32: multiples of 2^-3 below 2^21, and multiples of 2^-9 below 2^12. Codes of fewer bits fit all the more.
+struct Parts {
+    large: [__m512i; BLOCK / 2],
+    small: [__m512i; BLOCK / 2],
+}
+
+impl Parts {
+    /// # Safety
+    /// AVX-512 BW.
+    #[inline(always)]
+    unsafe fn of(codes: &[__m512i; BLOCK / 2]) -> Self {
+        // SAFETY: the caller's word.
+        unsafe {
+            let zero = _mm512_setzero_si512();
+            let mut p = Parts { large: [zero; BLOCK / 2], small: [zero; BLOCK / 2] };
+            for (q, w) in codes.iter().enumerate() {
+                let size = _mm512_and_si512(*w, _mm512_set1_epi16(0x7fff));
+                let large = _mm512_cmpge_epu16_mask(size, _mm512_set1_epi16(0x3f80));
+                p.large[q] = _mm512_maskz_mov_epi16(large, *w);
+                p.small[q] = _mm512_maskz_mov_epi16(!large, *w);
+            }
+            p
+        }
+    }
+
+    /// Exact sum, rounded once, of `n` pairs from `q` times as many of a column.
+    ///
+    /// # Safety
+    /// AVX-512 BF16; the pairs are there.
+    #[inline(always)]
+    unsafe fn sum(&self, q: usize, n: usize, x: *const u32) -> __m512 {
+        // SAFETY: the caller's word.
+        unsafe {
+            let (mut large, mut small) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+            for i in 0..n {
+                let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*x.add(i) as i32));
+                large =
+                    _mm512_dpbf16_ps(large, std::mem::transmute::<__m512i, __m512bh>(self.large[q + i]), x);
+                small =
+                    _mm512_dpbf16_ps(small, std::mem::transmute::<__m512i, __m512bh>(self.small[q + i]), x);
+            }
+            _mm512_add_ps(large, small)
+        }
+    }
+}
+
+/// The sum of `n` pairs in FP64 in rising k, rounded once: BF16 codes have no common grid.
+///
+/// # Safety
+/// AVX-512 F; the pairs are there.
+#[inline(always)]
+unsafe fn sum64(w: &[__m512i; BLOCK / 2], q: usize, n: usize, x: *const u32) -> __m512 {
+    // SAFETY: the caller's word.
+    unsafe {
+        let (mut low, mut high) = (_mm512_setzero_pd(), _mm512_setzero_pd());
+        let top = _mm512_set1_epi32(0xffff_0000u32 as i32);
+        for i in 0..n {
+            let (w, x) = (w[q + i], *x.add(i));
+            let values = [(_mm512_and_si512(w, top), x & 0xffff_0000), (_mm512_slli_epi32::<16>(w), x << 16)];
+            for (w, x) in values {
+                let x = _mm512_set1_pd(f64::from(f32::from_bits(x)));
+                let (a, b) = (_mm512_castsi512_si256(w), _mm512_extracti64x4_epi64::<1>(w));
+                low = _mm512_fmadd_pd(_mm512_cvtps_pd(_mm256_castsi256_ps(a)), x, low);
+                high = _mm512_fmadd_pd(_mm512_cvtps_pd(_mm256_castsi256_ps(b)), x, high);
+            }
+        }
+        let (low, high) = (_mm512_cvtpd_ps(low), _mm512_cvtpd_ps(high));
+        let both = _mm512_castps_pd(_mm512_castps256_ps512(low));
+        _mm512_castpd_ps(_mm512_insertf64x4::<1>(both, _mm256_castps_pd(high)))
+    }
+}
+
+#[inline(always)]
+unsafe fn exact_rows<S: Stored, const EVEN_ODD: bool, const WORDS: bool>(
+    w: &Rows<'_>,
+    first: usize,
+    x: &[&Exact],
+    out: &mut [[f32; LANES]],
+) {
+    let n = (w.n() - first).min(LANES);
+    let planes = Planes::new(w);
+    let rows: [Row; LANES] = std::array::from_fn(|i| planes.at(first + i.min(n - 1)));
+    let size = w.group().unwrap_or(a8::GROUP).min(a8::GROUP);
+    let of = spans(w.k().div_ceil(size));
+    // SAFETY: as `read`; columns hold whole blocks of pairs, and a scale for every 32 values of them.
+    unsafe {
+        planes.ask(first + LANES, LANES);
+        let mut sums = vec![Sums::new(); x.len()];
+        let mut p = Pairs { codes: [_mm512_setzero_si512(); BLOCK / 2], scales: [[1.0; LANES]; 4] };
+        for b in 0..w.blocks() {
+            read::<S, EVEN_ODD>(w, first, &rows, n, b, &mut p);
+            let parts = if WORDS { None } else { Some(Parts::of(&p.codes)) };
+            for j in 0..BLOCK / size {
+                let (at, q) = (b * BLOCK + j * size, j * size / 2);
+                let Some(span) = of.get(at / size) else { break };
+                let scale = if S::KEPT == 16 { j } else { j * size / 32 };
+                let scale = _mm512_loadu_ps(p.scales[scale].as_ptr());
+                for (x, sums) in x.iter().zip(&mut sums) {
+                    let pairs = x.pairs.as_ptr().add(b * BLOCK / 2 + q);
+                    let t = match &parts {
+                        Some(p) => p.sum(q, size / 2, pairs),
+                        None => sum64(&p.codes, q, size / 2, pairs),
+                    };
+                    let f = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[at / a8::GROUP]));
+                    let y = &mut sums.spans[usize::from(*span) % SPANS];
+                    *y = _mm512_fmadd_ps(f, t, *y);
+                }
+            }
+        }
+        for (o, s) in out.iter_mut().zip(&sums) {
+            *o = s.total();
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c,bmi2")]
+fn exact_entry(w: &Rows<'_>, first: usize, x: &[&Exact], out: &mut [[f32; LANES]]) {
+    use Kind::*;
+    // SAFETY: the features are enabled here; `exact` checked the shapes.
+    unsafe {
+        match w.kind() {
+            Bf16 => exact_rows::<SBf16, false, true>(w, first, x, out),
+            Q4 => exact_rows::<SQ4, true, false>(w, first, x, out),
+            Q5 => exact_rows::<SQ5, true, false>(w, first, x, out),
+            Q6 => exact_rows::<SQ6, true, false>(w, first, x, out),
+            Q8 => exact_rows::<SQ8, false, false>(w, first, x, out),
+            Nvfp4Mul | Nvfp4Div | Nvfp4MulSwizzled | Nvfp4DivSwizzled => {
+                exact_rows::<SNvfp4, true, false>(w, first, x, out)
+            }
+            Fp8Row | Fp8Tensor => exact_rows::<SFp8<false>, false, false>(w, first, x, out),
+            Fp8Block => exact_rows::<SFp8<true>, false, false>(w, first, x, out),
+            Mxfp8 => exact_rows::<SMxfp8, false, false>(w, first, x, out),
+            F32 | F16 | Ggml(_) => {}
+        }
+    }
+}
+
+/// As [`wide`] with int8 columns, for all its kinds.
+pub(crate) fn exact(w: &Rows<'_>, first: usize, x: &[&Exact], out: &mut [[f32; LANES]]) {
+    assert!(first < w.n() && x.len() == out.len() && x.iter().all(|x| x.pairs.len() == pairs(w.k())));
+    // SAFETY: the caller's word about the processor.
+    unsafe { exact_entry(w, first, x, out) }
+}
+
 /// A column of int8 activations.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Quantised {
@@ -419,6 +587,10 @@ mod tests {
                             &mut got,
                         );
                         same(x.chunks_exact(k).map(Column::wide).collect(), &got, "16 bits");
+                        let exacts: Vec<Exact> =
+                            x.chunks_exact(k).map(|x| Exact::new(Isa::Avx512Bf16, x)).collect();
+                        super::exact(&w, first, &exacts.iter().collect::<Vec<_>>(), &mut got);
+                        same(x.chunks_exact(k).map(Column::int8).collect(), &got, "8 bits, any codes");
                         if kind.integers() {
                             super::int8(&w, first, &int8s.iter().collect::<Vec<_>>(), &mut got);
                             same(x.chunks_exact(k).map(Column::int8).collect(), &got, "8 bits");

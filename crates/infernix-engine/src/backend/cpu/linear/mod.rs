@@ -31,7 +31,7 @@ mod rows;
 #[cfg(target_arch = "x86_64")]
 mod stored;
 #[cfg(target_arch = "x86_64")]
-mod vnni;
+pub(crate) mod vnni;
 
 pub use out::Out;
 pub use pack::Packed;

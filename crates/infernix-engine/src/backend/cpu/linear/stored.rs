@@ -73,6 +73,33 @@ pub(super) struct Row {
     pub(super) scale_step: usize,
 }
 
+impl Row {
+    /// Asks for what lies [`AHEAD`] past `bytes` bytes of codes, to be called every 128 of them: a stream runs on over
+    /// rows and pages, where the processor's own prefetchers start anew. One line of each two was as fast as both, or
+    /// faster.
+    ///
+    /// # Safety
+    /// SSE.
+    #[inline(always)]
+    pub(super) unsafe fn ahead(&self, bytes: usize) {
+        // SAFETY: a prefetch of any address is harmless; the pointer is never dereferenced.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(self.codes.wrapping_add(bytes + AHEAD).cast()) }
+    }
+
+    /// Asks for the scales of a later row.
+    ///
+    /// # Safety
+    /// SSE.
+    #[inline(always)]
+    pub(super) unsafe fn scales_ahead(&self) {
+        // SAFETY: as above.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(self.scales.wrapping_add(512).cast()) }
+    }
+}
+
+/// How far ahead codes are asked for: some 150 ns of reading.
+const AHEAD: usize = 4096;
+
 /// Where the rows of a matrix lie. Pointers to `Rows::n` rows stay inside the planes, whose lengths `Rows::new` checked.
 pub(super) struct Planes<'a> {
     rows: &'a Rows<'a>,

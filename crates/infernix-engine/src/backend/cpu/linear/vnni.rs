@@ -8,6 +8,7 @@ use super::int8::{CHAINS, Int8, TILE, Tiles, UNIT};
 use super::out::Out;
 use super::rows::{Kind, Rows};
 use super::stored::{Planes, Row};
+use crate::numerics::w4a4::A4Row;
 use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -20,6 +21,10 @@ pub(super) trait Codes {
     const SIZE: usize = 32;
     /// Whether codes come as even ones, odd ones; else in their order.
     const EVEN_ODD: bool = true;
+    /// Units of 128 bytes of codes.
+    const LINES: usize = 2;
+    /// The largest biased code: says how far sums fit 16 bits.
+    const MOST: i32;
     /// Codes of 128 values from `unit`, of which `bytes` bytes of nibbles (at most 64) exist.
     unsafe fn codes(r: &Row, unit: usize, bytes: usize) -> (__m512i, __m512i);
     /// Scales of 16 groups from the round's first at their chains; zero from group `groups` on.
@@ -58,13 +63,16 @@ unsafe fn scales64(r: &Row, round: usize, groups: usize) -> __m512 {
 pub(super) struct Q4;
 impl Codes for Q4 {
     const BIAS: i32 = 8;
+    const MOST: i32 = 15;
     #[inline(always)]
     unsafe fn codes(r: &Row, unit: usize, _: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait; stored rows are whole units.
         unsafe {
             let v = _mm512_loadu_si512(r.codes.add(64 * unit).cast());
-            // Two's complement plus 8: the top bit of each nibble turned.
-            nibbles(_mm512_xor_si512(v, _mm512_set1_epi8(0x88u8 as i8)))
+            // Two's complement plus 8: the top bit of each nibble turned, (v & 15) ^ 8.
+            let (low, top) = (_mm512_set1_epi8(15), _mm512_set1_epi8(8));
+            let turned = |v| _mm512_ternarylogic_epi32::<0x78>(top, v, low);
+            (turned(v), turned(_mm512_srli_epi16::<4>(v)))
         }
     }
     #[inline(always)]
@@ -77,6 +85,7 @@ impl Codes for Q4 {
 pub(super) struct Q5;
 impl Codes for Q5 {
     const BIAS: i32 = 16;
+    const MOST: i32 = 31;
     #[inline(always)]
     unsafe fn codes(r: &Row, unit: usize, _: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.
@@ -102,6 +111,7 @@ impl Codes for Q5 {
 pub(super) struct Q6;
 impl Codes for Q6 {
     const BIAS: i32 = 32;
+    const MOST: i32 = 63;
     #[inline(always)]
     unsafe fn codes(r: &Row, unit: usize, _: usize) -> (__m512i, __m512i) {
         // SAFETY: see the trait.
@@ -132,6 +142,8 @@ impl Codes for Q6 {
 pub(super) struct Q8;
 impl Codes for Q8 {
     const BIAS: i32 = 128;
+    const LINES: usize = 1;
+    const MOST: i32 = 255;
     const EVEN_ODD: bool = false;
     #[inline(always)]
     unsafe fn codes(r: &Row, unit: usize, _: usize) -> (__m512i, __m512i) {
@@ -161,6 +173,7 @@ impl Codes for Q8 {
 pub(super) struct Nvfp4;
 impl Codes for Nvfp4 {
     const BIAS: i32 = 12;
+    const MOST: i32 = 24;
     const SIZE: usize = 16;
     #[inline(always)]
     unsafe fn codes(r: &Row, unit: usize, bytes: usize) -> (__m512i, __m512i) {
@@ -219,21 +232,35 @@ pub(super) const fn units(size: usize) -> usize {
     CHAINS * size / UNIT
 }
 
-/// Sums of a round's groups at their chains.
+/// Sums of a round's groups at their chains, added to `start`.
 #[inline(always)]
-unsafe fn gather<S: Codes>(t: [__m512i; 4]) -> __m512i {
-    // SAFETY: needs AVX-512 F.
+unsafe fn gather<S: Codes>(t: [__m512i; 4], start: __m512i) -> __m512i {
+    // A lane holds 8 products with activation codes of at most 127.
+    const fn fits<S: Codes>(products: i32) -> bool {
+        products * S::MOST * 127 <= i16::MAX as i32
+    }
+    // SAFETY: needs AVX-512 F, BW and VNNI.
     unsafe {
+        let ones = _mm512_set1_epi16(1);
         if S::SIZE == 16 {
-            let (a, b) = (_mm512_castsi512_ps(t[0]), _mm512_castsi512_ps(t[1]));
-            return _mm512_add_epi32(
-                _mm512_castps_si512(_mm512_shuffle_ps::<0x88>(a, b)),
-                _mm512_castps_si512(_mm512_shuffle_ps::<0xdd>(a, b)),
-            );
+            // Lanes as 16 bits, neighbours added.
+            return _mm512_dpwssd_epi32(start, _mm512_packs_epi32(t[0], t[1]), ones);
+        }
+        if S::EVEN_ODD && fits::<S>(8) {
+            let ab = _mm512_madd_epi16(_mm512_packs_epi32(t[0], t[1]), ones);
+            let cd = _mm512_madd_epi16(_mm512_packs_epi32(t[2], t[3]), ones);
+            if fits::<S>(16) {
+                return _mm512_dpwssd_epi32(start, _mm512_packs_epi32(ab, cd), ones);
+            }
+            let (a, b) = (_mm512_castsi512_ps(ab), _mm512_castsi512_ps(cd));
+            let even = _mm512_castps_si512(_mm512_shuffle_ps::<0x88>(a, b));
+            let odd = _mm512_castps_si512(_mm512_shuffle_ps::<0xdd>(a, b));
+            return _mm512_add_epi32(start, _mm512_add_epi32(even, odd));
         }
         let two = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
         let (ab, cd) = (two(t[0], t[1]), two(t[2], t[3]));
-        _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd))
+        let sum = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+        _mm512_add_epi32(start, sum)
     }
 }
 
@@ -242,20 +269,21 @@ struct Columns {
     codes: *const i8,
     width: usize,
     scales: *const f32,
-    sums: *const i32,
+    /// Minus bias x sum of each group.
+    start: *const i32,
     rounds: usize,
 }
 
 impl Columns {
     fn new<S: Codes>(x: &Int8, column: usize) -> Self {
-        let (codes, lanes) = x.rows(S::SIZE, S::EVEN_ODD);
+        let (codes, lanes) = x.rows(S::SIZE, S::BIAS, S::EVEN_ODD);
         let (width, rounds) = (x.width(), x.width().div_ceil(S::SIZE * CHAINS));
         let at = column * rounds * CHAINS;
         Columns {
             codes: codes[column * width..].as_ptr(),
             width,
             scales: lanes.scales[at..].as_ptr(),
-            sums: lanes.sums[at..].as_ptr(),
+            start: lanes.start[at..].as_ptr(),
             rounds,
         }
     }
@@ -278,6 +306,9 @@ unsafe fn round<S: Codes, const C: usize, const WHOLE: bool>(
         let n = units(S::SIZE) * round;
         for u in 0..units(S::SIZE) {
             if WHOLE || UNIT * (n + u) < k {
+                if u % S::LINES == 0 {
+                    p.ahead(128 / S::LINES * (n + u));
+                }
                 let v = S::codes(p, n + u, if WHOLE { 64 } else { k / 2 - 64 * (n + u) });
                 for c in 0..C {
                     t[c][u] = unit::<S>(v, x.codes.add(c * x.width + UNIT * (n + u)));
@@ -285,11 +316,9 @@ unsafe fn round<S: Codes, const C: usize, const WHOLE: bool>(
             }
         }
         let ws = S::scales(p, round, if WHOLE { CHAINS } else { k.div_ceil(S::SIZE) - CHAINS * round });
-        let bias = _mm512_set1_epi32(S::BIAS);
         for c in 0..C {
             let at = (c * x.rounds + round) * CHAINS;
-            let sum = _mm512_mullo_epi32(_mm512_loadu_si512(x.sums.add(at).cast()), bias);
-            let t = _mm512_cvtepi32_ps(_mm512_sub_epi32(gather::<S>(t[c]), sum));
+            let t = _mm512_cvtepi32_ps(gather::<S>(t[c], _mm512_loadu_si512(x.start.add(at).cast())));
             let f = _mm512_mul_ps(ws, _mm512_loadu_ps(x.scales.add(at)));
             acc[c] = _mm512_fmadd_ps(f, t, acc[c]);
         }
@@ -301,6 +330,7 @@ unsafe fn round<S: Codes, const C: usize, const WHOLE: bool>(
 unsafe fn one<S: Codes, const C: usize>(p: &Row, k: usize, x: &Columns) -> [__m512; C] {
     // SAFETY: as `round`.
     unsafe {
+        p.scales_ahead();
         let mut acc = [_mm512_setzero_ps(); C];
         let whole = k / (S::SIZE * CHAINS);
         for r in 0..whole {
@@ -541,6 +571,113 @@ unsafe fn many<S: Codes>(w: &Rows<'_>, range: Range<usize>, x: &Int8, out: &Out<
     SCRATCH.set(panel);
 }
 
+/// A 4-bit column of the canonical product: doubled codes, even and odd ones of each 128; at their chains the block
+/// scales times 2^9, and minus bias x sum of the block's codes.
+pub(crate) struct Nibbles {
+    codes: Vec<i8>,
+    scales: Vec<i32>,
+    start: Vec<i32>,
+}
+
+impl Nibbles {
+    pub(crate) fn new(x: &A4Row) -> Self {
+        let width = x.codes2.len().next_multiple_of(UNIT);
+        let rounds = x.scales.len().div_ceil(CHAINS) * CHAINS;
+        let mut n = Nibbles { codes: vec![0; width], scales: vec![0; rounds], start: vec![0; rounds] };
+        for (k, code) in x.codes2.iter().enumerate() {
+            n.codes[k / UNIT * UNIT + k % 2 * (UNIT / 2) + k % UNIT / 2] = *code;
+        }
+        for (g, (scale, codes)) in x.scales.iter().zip(x.codes2.chunks_exact(Nvfp4::SIZE)).enumerate() {
+            let at = g / CHAINS * CHAINS + super::int8::chain(g, Nvfp4::SIZE);
+            n.scales[at] = *scale;
+            n.start[at] = -Nvfp4::BIAS * codes.iter().map(|c| i32::from(*c)).sum::<i32>();
+        }
+        n
+    }
+}
+
+/// `sum_b (sum c_w c_a) s_w s_a` of one row and `C` columns.
+///
+/// # Safety
+/// As `one`; columns are as wide as the row.
+#[inline(always)]
+unsafe fn integers<const C: usize>(p: &Row, k: usize, x: &[Nibbles; C]) -> [i64; C] {
+    // SAFETY: units below K lie inside the row, the last one is masked, as are scales; columns are padded to whole
+    // units and rounds.
+    unsafe {
+        p.scales_ahead();
+        let zero = _mm512_setzero_si512();
+        let mut acc = [zero; C];
+        let groups = k / Nvfp4::SIZE;
+        for round in 0..groups.div_ceil(CHAINS) {
+            let mut t = [[zero; 4]; C];
+            for u in 0..units(Nvfp4::SIZE) {
+                let unit_at = units(Nvfp4::SIZE) * round + u;
+                if UNIT * unit_at < k {
+                    p.ahead(64 * unit_at);
+                    let v = Nvfp4::codes(p, unit_at, k / 2 - 64 * unit_at);
+                    for c in 0..C {
+                        t[c][u] = unit::<Nvfp4>(v, x[c].codes.as_ptr().add(UNIT * unit_at));
+                    }
+                }
+            }
+            // Half of E4M3 values, times 2^10: integers below 2^18.
+            let ws = Nvfp4::scales(p, round, groups - CHAINS * round);
+            let ws = _mm512_cvtps_epi32(_mm512_mul_ps(ws, _mm512_set1_ps(1024.0)));
+            for c in 0..C {
+                let start = _mm512_loadu_si512(x[c].start.as_ptr().add(CHAINS * round).cast());
+                // |sum of 16 products of codes up to 12| <= 2304: with a scale below 2^30.
+                let sum = _mm512_mullo_epi32(gather::<Nvfp4>(t[c], start), ws);
+                let xs = _mm512_loadu_si512(x[c].scales.as_ptr().add(CHAINS * round).cast());
+                let odd = _mm512_mul_epi32(_mm512_srli_epi64::<32>(sum), _mm512_srli_epi64::<32>(xs));
+                acc[c] = _mm512_add_epi64(acc[c], _mm512_add_epi64(_mm512_mul_epi32(sum, xs), odd));
+            }
+        }
+        let mut out = [0; C];
+        for c in 0..C {
+            out[c] = _mm512_reduce_add_epi64(acc[c]);
+        }
+        out
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,bmi2")]
+fn integer_rows<const C: usize>(
+    w: &Rows<'_>,
+    range: Range<usize>,
+    x: &[Nibbles; C],
+    put: &dyn Fn(usize, usize, i64),
+) {
+    let rows = Planes::new(w);
+    for r in range {
+        // SAFETY: the features are enabled here; `nibbles_product` checked the shapes.
+        let sums = unsafe { integers::<C>(&rows.at(r), w.k(), x) };
+        sums.iter().enumerate().for_each(|(c, s)| put(c, r, *s));
+    }
+}
+
+/// Integer sums of the canonical 4-bit product, NVFP4 rows `range` times every column, on a processor with VNNI:
+/// `put(column, row, sum)`.
+pub(crate) fn nibbles_product(
+    w: &Rows<'_>,
+    range: Range<usize>,
+    x: &[Nibbles],
+    put: impl Fn(usize, usize, i64),
+) {
+    let width = w.k().next_multiple_of(UNIT);
+    assert!(w.kind().is_nvfp4() && range.end <= w.n() && x.iter().all(|x| x.codes.len() == width));
+    let (fours, rest) = x.as_chunks::<4>();
+    for (n, x) in fours.iter().enumerate() {
+        // SAFETY: the caller's word about the processor.
+        unsafe { integer_rows(w, range.clone(), x, &|c, r, s| put(4 * n + c, r, s)) }
+    }
+    for (n, x) in rest.iter().enumerate() {
+        let one = std::array::from_ref(x);
+        // SAFETY: as above.
+        unsafe { integer_rows(w, range.clone(), one, &|_, r, s| put(4 * fours.len() + n, r, s)) }
+    }
+}
+
 /// Columns up to which rows are read one by one.
 pub(super) const FEW: usize = 4;
 
@@ -587,7 +724,7 @@ fn bias(kind: Kind) -> i32 {
 /// Makes the forms of x that a product with `kind` reads.
 pub(super) fn prepare(kind: Kind, x: &mut Int8) {
     if x.columns() <= FEW {
-        x.for_rows(kind.int8_group(), kind.even_odd());
+        x.for_rows(kind.int8_group(), bias(kind), kind.even_odd());
     } else {
         x.for_panel(kind.int8_group(), bias(kind));
     }
