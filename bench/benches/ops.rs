@@ -18,6 +18,7 @@ use infernix_engine::backend::{
     Activation, At, Backend, CallKind, ExpertData, ExpertSpec, GdnDims, LaneMeta, Op, Part, RowKey, Site,
     StepMeta, WeightData, WeightPart, WeightSpec,
 };
+use infernix_engine::memory::HugeMemory;
 use infernix_engine::state::{AttentionLayout, KvFormat, StateLayout};
 use infernix_formats::{Format, Layout, encoded_size};
 
@@ -35,22 +36,33 @@ fn noise(n: usize, seed: u64) -> Vec<u8> {
     out
 }
 
-/// Best rate of reading 512 MiB, bytes a second.
+/// `n` bytes on huge pages, as weights are: 1 MiB of noise over and over, each byte through `f`.
+fn words(n: usize, seed: u64, f: impl Fn(u8) -> u8) -> HugeMemory {
+    let some: Vec<u8> = noise(n.min(1 << 20), seed).into_iter().map(f).collect();
+    let mut memory = HugeMemory::new(n).expect("memory");
+    memory.as_mut().chunks_mut(some.len().max(1)).for_each(|c| c.copy_from_slice(&some[..c.len()]));
+    memory
+}
+
+/// Best rate of reading 512 MiB on huge pages, bytes a second.
 fn bandwidth(pool: &Pool) -> f64 {
-    let data = vec![1u64; 1 << 26];
+    const BYTES: usize = 512 << 20;
+    let memory = words(BYTES, 9, |b| b);
+    let data = memory.as_ref().as_chunks::<64>().0;
     let mut best = 0f64;
     for _ in 0..8 {
         let sum = AtomicU64::new(0);
         let t = Instant::now();
-        pool.chunks(data.len(), 1 << 17, |r| {
+        pool.chunks(data.len(), 1 << 14, |r| {
             let mut lanes = [0u64; 8];
-            for c in data[r].chunks_exact(8) {
-                lanes.iter_mut().zip(c).for_each(|(l, v)| *l = l.wrapping_add(*v));
+            for line in &data[r] {
+                let words = line.as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w));
+                lanes.iter_mut().zip(words).for_each(|(l, v)| *l = l.wrapping_add(v));
             }
-            sum.fetch_add(lanes.iter().sum(), Ordering::Relaxed);
+            sum.fetch_add(lanes.iter().fold(0, |a, b| a.wrapping_add(*b)), Ordering::Relaxed);
         });
         black_box(sum.into_inner());
-        best = best.max((1u64 << 29) as f64 / t.elapsed().as_secs_f64());
+        best = best.max(BYTES as f64 / t.elapsed().as_secs_f64());
     }
     best
 }
@@ -59,21 +71,28 @@ struct Matrix {
     kind: Kind,
     n: usize,
     k: usize,
-    codes: Vec<u8>,
-    high: Vec<u8>,
+    codes: HugeMemory,
+    high: HugeMemory,
     scales: Vec<u8>,
 }
 
 impl Matrix {
     fn new(kind: Kind, n: usize, k: usize) -> Self {
-        // Bits whose reading gives no NaN in any format; magnitudes are of no interest.
-        let mut codes = noise(2 * n * k, 1);
-        codes.iter_mut().for_each(|b| *b &= 0x3b);
-        Matrix { kind, n, k, codes, high: noise(n * k / 2, 2), scales: vec![0x10; n * k.div_ceil(16) + 4096] }
+        // No storage here has more than two bytes a value. Bits whose reading gives no NaN in any format; magnitudes are of
+        // no interest.
+        let half_bytes = match kind {
+            Kind::Bf16 => 4,
+            Kind::Q8 | Kind::Fp8Row | Kind::Mxfp8 => 2,
+            _ => 1,
+        };
+        let codes = words(n * k * half_bytes / 2, 1, |b| b & 0x3b);
+        let high = words(n * k / 4, 2, |b| b);
+        Matrix { kind, n, k, codes, high, scales: vec![0x10; n * k.div_ceil(16) + 4096] }
     }
 
     fn rows(&self) -> Rows<'_> {
-        Rows::new(self.kind, self.n, self.k, 0, self.n, &self.codes, &self.high, &self.scales, 1.0)
+        let (codes, high) = (self.codes.as_ref(), self.high.as_ref());
+        Rows::new(self.kind, self.n, self.k, 0, self.n, codes, high, &self.scales, 1.0)
             .expect("a legal shape")
     }
 }
@@ -82,18 +101,20 @@ fn linear(c: &mut Criterion) {
     let pool = Pool::new(threads());
     let limit = bandwidth(&pool);
     eprintln!("{} with {} threads reads {:.1} GB/s", Isa::detect(), pool.threads(), limit / 1e9);
-    // A matrix that no cache holds, and one of the demo.
-    let shapes = [(2560, 6144), (512, 256)];
+    let shapes = [(17408, 5120), (2560, 6144), (512, 256)];
     let kinds =
         [Kind::Q4, Kind::Q5, Kind::Q6, Kind::Q8, Kind::Nvfp4Mul, Kind::Fp8Row, Kind::Mxfp8, Kind::Bf16];
     for columns in [1usize, 64] {
         let mut g = c.benchmark_group(if columns == 1 { "decode" } else { "prefill" });
         g.sample_size(10)
-            .measurement_time(Duration::from_millis(if columns == 1 { 250 } else { 500 }))
+            .measurement_time(Duration::from_millis(if columns == 1 { 300 } else { 800 }))
             .warm_up_time(Duration::from_millis(100));
         // One real shape tells the prefill kernels apart; all of them would take minutes.
         for (n, k) in shapes.into_iter().filter(|s| columns == 1 || *s == (2560, 6144)) {
-            for kind in kinds {
+            // The widest shape takes longest: enough to see what 8-bit activations do on it.
+            let eight = [(Kind::Q4, true), (Kind::Q8, true)];
+            let all = kinds.into_iter().map(|k| (k, false)).chain(eight);
+            for (kind, int8) in all.filter(|(k, int8)| n < 10_000 || *int8 || *k == Kind::Q4) {
                 let m = Matrix::new(kind, n, k);
                 let x: Vec<u16> = (0..k * columns).map(|i| 0x3f80 + (i % 64) as u16).collect();
                 let mut packed = Packed::default();
@@ -105,10 +126,15 @@ fn linear(c: &mut Criterion) {
                 } else {
                     Throughput::Elements((2 * n * k * columns) as u64)
                 });
-                g.bench_function(BenchmarkId::new(format!("{kind:?}"), format!("{n}x{k}")), |b| {
+                let name = format!("{kind:?}{}", if int8 { " a8" } else { "" });
+                g.bench_function(BenchmarkId::new(&name, format!("{n}x{k}")), |b| {
                     b.iter(|| {
                         let t = Instant::now();
-                        packed.pack(&x, columns, k, k);
+                        if int8 {
+                            packed.pack_int8(Isa::detect(), &x, columns, k);
+                        } else {
+                            packed.pack(&x, columns, k, k);
+                        }
                         product(
                             &pool,
                             Isa::detect(),
@@ -122,7 +148,7 @@ fn linear(c: &mut Criterion) {
                 if columns == 1 && best < f64::MAX {
                     let rate = bytes as f64 / best;
                     eprintln!(
-                        "    {kind:?} {n}x{k}: best {:.1} GB/s, {:.0} % of the bandwidth",
+                        "    {name} {n}x{k}: best {:.1} GB/s, {:.0} % of the bandwidth",
                         rate / 1e9,
                         100.0 * rate / limit
                     );

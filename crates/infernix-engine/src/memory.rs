@@ -5,6 +5,10 @@
 use crate::error::EngineError;
 use rayon::prelude::*;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use std::sync::Arc;
+
+/// Size of a huge page.
+const HUGE: usize = 2 << 20;
 
 /// An anonymous mapping, zero at first.
 pub struct HugeMemory {
@@ -21,7 +25,7 @@ unsafe impl Sync for HugeMemory {}
 impl HugeMemory {
     /// Maps `bytes` bytes.
     pub fn new(bytes: usize) -> Result<Self, EngineError> {
-        let mapped = bytes.max(1).next_multiple_of(2 << 20);
+        let mapped = bytes.max(1).next_multiple_of(HUGE);
         let io = |e: rustix::io::Errno| EngineError::Source {
             name: format!("{} MiB of host memory", mapped >> 20),
             source: Box::new(std::io::Error::from(e)),
@@ -118,16 +122,64 @@ impl Drop for FileMemory {
 struct Line([f32; 16]);
 
 /// FP32 values from a cache line boundary on.
-#[derive(Clone, Default)]
+#[derive(Default)]
 pub struct Lines {
-    lines: Vec<Line>,
+    memory: Lent,
     len: usize,
 }
+
+/// Where lines lie.
+enum Lent {
+    /// In an allocation of their own.
+    Own(Vec<Line>),
+    /// From this address of a mapping on, which no other [`Lines`] reaches.
+    Part(#[expect(dead_code, reason = "keeps the mapping")] Arc<HugeMemory>, *mut f32),
+}
+
+impl Default for Lent {
+    fn default() -> Self {
+        Lent::Own(Vec::new())
+    }
+}
+
+// SAFETY: a part of a mapping has one owner, as an allocation has.
+unsafe impl Send for Lines {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for Lines {}
 
 impl Lines {
     /// `len` zeros.
     pub fn zeroed(len: usize) -> Self {
-        Lines { lines: vec![Line([0.0; 16]); len.div_ceil(16)], len }
+        Lines { memory: Lent::Own(vec![Line([0.0; 16]); len.div_ceil(16)]), len }
+    }
+
+    /// Zeros of several lengths, together on huge pages where they fill one. (Recurrent state of 1 MiB a layer advanced
+    /// in 69 us on huge pages and in 125 us on pages of 4 KiB, both in one run.)
+    pub fn together(lengths: &[usize]) -> Vec<Self> {
+        let bytes = lengths.iter().map(|n| 4 * n.next_multiple_of(16)).sum::<usize>();
+        let memory = if bytes < HUGE { None } else { HugeMemory::new(bytes).ok().map(Arc::new) };
+        let Some(memory) = memory else { return lengths.iter().map(|n| Lines::zeroed(*n)).collect() };
+        let mut at = 0;
+        let part = |len: &usize| {
+            // Inside the mapping, whose bytes were added up above from the same lengths.
+            let start = memory.start.wrapping_add(at).cast();
+            at += 4 * len.next_multiple_of(16);
+            Lines { memory: Lent::Part(memory.clone(), start), len: *len }
+        };
+        lengths.iter().map(part).collect()
+    }
+
+    fn start(&self) -> *const f32 {
+        match &self.memory {
+            Lent::Own(lines) => lines.as_ptr().cast(),
+            Lent::Part(_, start) => start.cast_const(),
+        }
+    }
+}
+
+impl Clone for Lines {
+    fn clone(&self) -> Self {
+        Lines::from(&self[..])
     }
 }
 
@@ -142,15 +194,19 @@ impl From<&[f32]> for Lines {
 impl std::ops::Deref for Lines {
     type Target = [f32];
     fn deref(&self) -> &[f32] {
-        // SAFETY: lines are nothing but values, at least `len` of them.
-        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.len) }
+        // SAFETY: `len` values lie there, as long as self does: in its own lines, or in a mapping it holds.
+        unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 }
 
 impl std::ops::DerefMut for Lines {
     fn deref_mut(&mut self) -> &mut [f32] {
-        // SAFETY: as above, borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.len) }
+        let start = match &mut self.memory {
+            Lent::Own(lines) => lines.as_mut_ptr().cast(),
+            Lent::Part(_, start) => *start,
+        };
+        // SAFETY: as above; nothing else reaches these values.
+        unsafe { std::slice::from_raw_parts_mut(start, self.len) }
     }
 }
 
@@ -180,5 +236,16 @@ mod tests {
         lines[36] = -1.0;
         assert_eq!(lines.clone()[36], -1.0);
         assert!(Lines::zeroed(5).iter().all(|v| *v == 0.0) && Lines::default().is_empty());
+        let lengths = [300_000usize, 7, 400_000, 0];
+        let mut parts = Lines::together(&lengths);
+        for (i, p) in parts.iter_mut().enumerate() {
+            assert!(p.len() == lengths[i] && p.as_ptr().addr().is_multiple_of(64));
+            assert!(p.iter().all(|v| *v == 0.0), "zero, and no part reaches another");
+            p.fill(1.0 + i as f32);
+        }
+        assert!(parts.iter().enumerate().all(|(i, p)| p.iter().all(|v| *v == 1.0 + i as f32)));
+        let kept = parts[2].clone();
+        drop(parts);
+        assert!(kept.iter().all(|v| *v == 3.0));
     }
 }

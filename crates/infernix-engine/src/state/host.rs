@@ -75,20 +75,23 @@ impl HostState {
     }
 
     fn fresh_slot(&self) -> Slot {
+        // Each layer's state, and the buffer that its next one goes to.
+        let lengths: Vec<usize> =
+            self.layout.gdn.iter().map(|d| d.value_heads * d.key_dim * d.value_dim).collect();
+        let mut states = Lines::together(&lengths.repeat(2));
+        let spares = states.split_off(lengths.len());
+        let gdn = states.into_iter().zip(spares);
+        self.slot_of(gdn.map(|(s, spare)| GdnSlot { s: Arc::new(s), spare, ..GdnSlot::default() }).collect())
+    }
+
+    /// A fresh slot around these layers.
+    fn slot_of(&self, gdn: Vec<GdnSlot>) -> Slot {
         let conv = |width: usize, columns: usize| ConvSlot {
             columns: vec![0.0; width * columns],
             record: Vec::new(),
         };
         Slot {
-            gdn: self
-                .layout
-                .gdn
-                .iter()
-                .map(|d| GdnSlot {
-                    s: Arc::new(Lines::zeroed(d.value_heads * d.key_dim * d.value_dim)),
-                    ..GdnSlot::default()
-                })
-                .collect(),
+            gdn,
             gdn_conv: self.layout.gdn.iter().map(|d| conv(d.channels(), d.conv_kernel - 1)).collect(),
             ple_conv: self.layout.ple.iter().map(|p| conv(p.width, p.columns)).collect(),
             index: self.layout.attention.iter().map(|a| a.index.map(|_| IndexSlot::default())).collect(),
@@ -165,16 +168,15 @@ impl HostState {
                 if n > have {
                     return Err(too_many(have));
                 }
-                g.spare = std::mem::take(&mut g.record.after);
                 if n == have && n > 0 {
-                    let after = Arc::new(std::mem::take(&mut g.spare));
+                    let after = Arc::new(std::mem::take(&mut g.record.after));
                     // A snapshot may hold the old state: then the next record gets a new buffer.
                     g.spare = Arc::try_unwrap(std::mem::replace(&mut g.s, after)).unwrap_or_default();
                 } else if n > 0 {
                     replay(id, &mut Arc::make_mut(&mut g.s)[..], &g.record, n);
                 }
                 g.len += n;
-                g.record.clear();
+                g.drop_record();
             }
             for (c, width) in slot
                 .gdn_conv
@@ -212,7 +214,24 @@ impl HostState {
 
     /// Makes a slot fresh.
     pub fn reset(&mut self, slot: SlotId) {
-        self.slots[slot] = self.fresh_slot();
+        // Buffers that nobody else holds are used again: their pages are there.
+        let mut gdn = std::mem::take(&mut self.slots[slot].gdn);
+        let own = gdn.iter_mut().all(|g| match Arc::get_mut(&mut g.s) {
+            Some(s) => {
+                s.fill(0.0);
+                true
+            }
+            None => false,
+        });
+        if !own {
+            self.slots[slot] = self.fresh_slot();
+            return;
+        }
+        for g in &mut gdn {
+            g.drop_record();
+            g.len = 0;
+        }
+        self.slots[slot] = self.slot_of(gdn);
     }
 
     /// Committed state of a slot.
@@ -319,7 +338,9 @@ impl HostState {
         for (lane, r) in self.meta.lanes.iter().zip(&self.lane_rows) {
             let state = &mut self.slots[lane.slot].gdn[id];
             if state.record.keys.is_empty() {
-                state.record.after = std::mem::take(&mut state.spare);
+                if !state.spare.is_empty() {
+                    state.record.after = std::mem::take(&mut state.spare);
+                }
                 if state.record.after.len() != state.s.len() {
                     state.record.after = Lines::zeroed(state.s.len());
                 }

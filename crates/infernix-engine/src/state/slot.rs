@@ -40,6 +40,16 @@ pub(super) struct GdnSlot {
     pub spare: Lines,
 }
 
+impl GdnSlot {
+    /// Forgets the record and keeps its buffers.
+    pub(super) fn drop_record(&mut self) {
+        self.record.clear();
+        if !self.record.after.is_empty() {
+            self.spare = std::mem::take(&mut self.record.after);
+        }
+    }
+}
+
 /// Columns before the next one: `[columns, width]`, oldest first; then the recorded ones.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ConvSlot {

@@ -361,7 +361,9 @@ pub(super) fn step<const FMA: bool>(s: &mut [f32], token: &Token<'_>, scratch: &
     let units = U * (2.0 * token.k.len() as f64 + 12.0);
     for j in 0..dv {
         delta[j] = token.beta * (token.v[j] - token.alpha * kv[j]);
-        slack[j] = units * (token.beta.abs() * token.alpha * square[j].sqrt() + delta[j].abs());
+        // The last term: |v| <= |kept| + |k delta| in the bound of an element.
+        slack[j] = units * (token.beta.abs() * token.alpha * square[j].sqrt() + delta[j].abs())
+            + 6.1 * U * delta[j].abs();
     }
     o.fill(0.0);
     square.fill(0.0);
@@ -375,7 +377,7 @@ pub(super) fn step<const FMA: bool>(s: &mut [f32], token: &Token<'_>, scratch: &
                 for j in 0..dv {
                     let kept = token.alpha * f64::from(before[j]);
                     let v = madd::<FMA>(k, delta[j], kept);
-                    let b = madd::<FMA>(size, slack[j], 6.0 * U * (kept.abs() + v.abs()));
+                    let b = madd::<FMA>(size, slack[j], 12.1 * U * kept.abs());
                     let (lo, hi) = ((v - b) as f32, (v + b) as f32);
                     unsure |= lo != hi;
                     row[j] = lo;
@@ -385,7 +387,7 @@ pub(super) fn step<const FMA: bool>(s: &mut [f32], token: &Token<'_>, scratch: &
                 for j in 0..dv {
                     let kept = token.alpha * f64::from(before[j]);
                     let v = madd::<FMA>(k, delta[j], kept);
-                    let b = madd::<FMA>(size, slack[j], 6.0 * U * (kept.abs() + v.abs()));
+                    let b = madd::<FMA>(size, slack[j], 12.1 * U * kept.abs());
                     let (value, sure) = noise.cut(token.element + i * dv + j, v, b);
                     unsure |= !sure;
                     row[j] = value;
