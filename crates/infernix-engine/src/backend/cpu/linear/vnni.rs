@@ -383,7 +383,6 @@ const LANES: usize = 16;
 struct Panel {
     codes: Vec<Line>,
     scales: Vec<[f32; LANES]>,
-    lanes: Vec<f32>,
 }
 
 /// A cache line.
@@ -442,7 +441,6 @@ unsafe fn fill<S: Codes>(w: &Rows<'_>, at: usize, n: usize, x: &Tiles, places: &
     panel.codes.resize(groups * S::SIZE / 4, Line([0; 64]));
     panel.scales.resize(groups, [0.0; LANES]);
     let rounds = groups.div_ceil(CHAINS);
-    panel.lanes.resize(CHAINS * rounds, 0.0);
     // SAFETY: as `one`; the panel has just been sized, and `places` holds positions below `groups`.
     unsafe {
         let planes = Planes::new(w);
@@ -469,18 +467,15 @@ unsafe fn fill<S: Codes>(w: &Rows<'_>, at: usize, n: usize, x: &Tiles, places: &
             }
         }
         let real = w.k().div_ceil(S::SIZE);
-        for (i, r) in rows.iter().enumerate() {
-            if i >= n {
-                panel.scales.iter_mut().for_each(|s| s[i] = 0.0);
-                continue;
+        for round in 0..rounds {
+            let mut s = [_mm512_setzero_si512(); LANES];
+            for (s, r) in s.iter_mut().zip(&rows).take(n) {
+                *s = _mm512_castps_si512(S::scales(r, round, real.saturating_sub(CHAINS * round)));
             }
-            for round in 0..rounds {
-                let s = S::scales(r, round, real.saturating_sub(CHAINS * round));
-                _mm512_storeu_ps(panel.lanes.as_mut_ptr().add(CHAINS * round), s);
-            }
-            for (g, place) in places.iter().enumerate() {
-                let lane = g / CHAINS * CHAINS + super::int8::chain(g, S::SIZE);
-                panel.scales[*place][i] = panel.lanes[lane];
+            transpose(&mut s);
+            for (g, place) in places[CHAINS * round..].iter().take(CHAINS).enumerate() {
+                let of_rows = s[super::int8::chain(g, S::SIZE)];
+                _mm512_storeu_si512(panel.scales[*place].as_mut_ptr().cast(), of_rows);
             }
         }
     }
