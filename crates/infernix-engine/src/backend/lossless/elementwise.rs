@@ -1,7 +1,7 @@
 //! Embedding, norms, linears, residuals, gates, hyper-connections, and the gated n-gram value.
 
 use super::gemm::{Operand, Products};
-use super::simd::each;
+use super::simd::{self, each};
 use super::{Lossless, Mat, U, Weight, decode};
 use crate::backend::{Activation, At, Boundary, NormSpec, Op, Tokens};
 use crate::ngram::NgramTicket;
@@ -206,17 +206,22 @@ impl Lossless {
         self.map_rows(normed.rows, h, at, |t, r, out| {
             let x = normed.row(t);
             let n = streams as f64;
-            let value = |i: usize| {
-                let (mut sum, mut bound) = (0.0, 0.0);
-                for s in 0..streams {
-                    let (v, b) = p.get(t, s * h + i);
-                    let g = v.sigmoid();
-                    let n = f64::from(x[s * h + i]);
-                    sum += g * n;
-                    bound += n.abs() * (0.25 * b + 12.0 * U * g);
+            let (mut products, mut gates) = (vec![0f64; h], vec![0f64; h]);
+            let (mut sums, mut bounds) = (vec![0f64; h], vec![0f64; h]);
+            for s in 0..streams {
+                for (i, v) in products.iter_mut().enumerate() {
+                    *v = p.get(t, s * h + i).0;
                 }
-                (sum / n, bound / n + U * (sum / n).abs())
-            };
+                if !simd::sigmoid(&products, &mut gates) {
+                    gates.iter_mut().zip(&products).for_each(|(g, v)| *g = v.sigmoid());
+                }
+                for i in 0..h {
+                    let x = f64::from(x[s * h + i]);
+                    sums[i] += gates[i] * x;
+                    bounds[i] += x.abs() * (0.25 * p.get(t, s * h + i).1 + 12.0 * U * gates[i]);
+                }
+            }
+            let value = |i: usize| (sums[i] / n, bounds[i] / n + U * (sums[i] / n).abs());
             each(&r, 0, out, value, |i| {
                 let mut sum = Dd::ZERO;
                 for s in 0..streams {

@@ -269,6 +269,9 @@ impl Run<'_> {
         let kh = h / (value_heads / key_heads);
         let mut out = vec![0f32; rows.len() * dv];
         let mut scratch = Scratch::new(s, dv);
+        // The state before a token and after it, turn about.
+        let (mut other, rows_in) = (vec![0f32; s.len()], rows.len());
+        let (mut before, mut after) = (&mut *s, &mut other[..]);
         let wide = |x: &[f32], f: f64| x.iter().map(|v| f64::from(*v) * f).collect::<Vec<_>>();
         for (t, out) in rows.zip(out.chunks_exact_mut(dv)) {
             let u = &self.u[t * channels..(t + 1) * channels];
@@ -300,7 +303,9 @@ impl Run<'_> {
                 element: h * dk * dv,
                 exact: &exact,
             };
-            super::simd::step(s, &token, &mut scratch);
+            super::simd::step(before, after, &token, &mut scratch);
+            std::mem::swap(&mut before, &mut after);
+            let s = &*before;
             let round = RowRounder::new(self.rounding, self.act, site(Op::GdnOut), self.keys[t]);
             let qlen = token.q.iter().map(|v| v * v).sum::<f64>().sqrt();
             for (j, o) in out.iter_mut().enumerate() {
@@ -315,14 +320,15 @@ impl Run<'_> {
                 });
             }
         }
+        if rows_in % 2 == 1 {
+            s.copy_from_slice(&other);
+        }
         out
     }
 }
 
 /// Buffers of one head.
 pub(super) struct Scratch {
-    /// State before the token.
-    old: Vec<f32>,
     /// `sum_i S[i, j]^2`, of the state before a token on entry and after it on exit.
     square: Vec<f64>,
     kv: Vec<f64>,
@@ -340,17 +346,16 @@ impl Scratch {
             row.iter().zip(&mut square).for_each(|(v, q)| *q += f64::from(*v) * f64::from(*v));
         }
         let z = || vec![0.0; dv];
-        Scratch { old: s.to_vec(), square, kv: z(), delta: z(), slack: z(), o: z() }
+        Scratch { square, kv: z(), delta: z(), slack: z(), o: z() }
     }
 }
 
-/// One token: `S <- fl32(alpha S + k delta)`, `o = S^T q`. Loops over columns vectorise.
+/// One token: `S = fl32(alpha old + k delta)`, `o = S^T q`. Loops over columns vectorise.
 #[inline(always)]
-pub(super) fn step<const FMA: bool>(s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
+pub(super) fn step<const FMA: bool>(old: &[f32], s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
     use super::gemm::madd;
     let dv = token.v.len();
-    let Scratch { old, square, kv, delta, slack, o } = scratch;
-    old.copy_from_slice(s);
+    let Scratch { square, kv, delta, slack, o } = scratch;
     kv.fill(0.0);
     for (row, k) in old.chunks_exact(dv).zip(token.k) {
         for (kv, s) in kv.iter_mut().zip(row) {

@@ -55,26 +55,26 @@ pub(super) fn products<W: Copy + Into<f64>>(w: &[W], x: &[f64], k: usize, out: &
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,fma")]
-fn step_avx512(s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
-    recurrent::step::<true>(s, token, scratch);
+fn step_avx512(old: &[f32], s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
+    recurrent::step::<true>(old, s, token, scratch);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn step_avx2(s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
-    recurrent::step::<true>(s, token, scratch);
+fn step_avx2(old: &[f32], s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
+    recurrent::step::<true>(old, s, token, scratch);
 }
 
 /// [`recurrent::step`] for this machine.
-pub(super) fn step(s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
+pub(super) fn step(old: &[f32], s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
     match *ISA {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the features were detected.
-        Isa::Avx512 => unsafe { step_avx512(s, token, scratch) },
+        Isa::Avx512 => unsafe { step_avx512(old, s, token, scratch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the features were detected.
-        Isa::Avx2 => unsafe { step_avx2(s, token, scratch) },
-        _ => recurrent::step::<false>(s, token, scratch),
+        Isa::Avx2 => unsafe { step_avx2(old, s, token, scratch) },
+        _ => recurrent::step::<false>(old, s, token, scratch),
     }
 }
 
@@ -173,6 +173,43 @@ per_isa! {
     }
 }
 
+/// `e^x` within 2 units in the last place for `-700 <= x <= 700`, branch-free.
+#[inline(always)]
+fn exp(x: f64) -> f64 {
+    // ln 2 split so that n LN2_HI is exact for |n| < 2^11 (fdlibm's constants).
+    const LN2_HI: f64 = 6.931_471_803_691_238e-1;
+    const LN2_LO: f64 = 1.908_214_929_270_587_7e-10;
+    // Adding it rounds to an integer, in the low bits of the sum.
+    const ROUND: f64 = 6_755_399_441_055_744.0;
+    let t = x * std::f64::consts::LOG2_E + ROUND;
+    let n = t - ROUND;
+    let r = (x - n * LN2_HI) - n * LN2_LO;
+    // Taylor terms up to r^13 / 13!: the next is below 5e-18 for |r| <= ln 2 / 2.
+    let mut p = 1.0 / 6_227_020_800.0;
+    for c in
+        [479_001_600.0, 39_916_800.0, 3_628_800.0, 362_880.0, 40_320.0, 5_040.0, 720.0, 120.0, 24.0, 6.0, 2.0]
+    {
+        p = p * r + 1.0 / c;
+    }
+    let y = 1.0 + (r + r * r * p);
+    y * f64::from_bits(t.to_bits().wrapping_add(1023) << 52)
+}
+
+per_isa! {
+    /// `out[i] = 1 / (1 + e^-x[i])` within 6 units; `false` where an argument is beyond 700 or no number.
+    fn sigmoid(x: &[f64], out: &mut [f64]) -> bool {
+        let mut near = true;
+        for (x, o) in x.iter().zip(out) {
+            near &= x.abs() <= 700.0;
+            // e^-|x| cannot overflow.
+            let e = exp(-x.abs());
+            let part = if *x >= 0.0 { 1.0 } else { e };
+            *o = part / (1.0 + e);
+        }
+        near
+    }
+}
+
 /// Elements rounded together.
 const BATCH: usize = 64;
 
@@ -197,5 +234,26 @@ pub(super) fn each(
                 *o = r.round(first + at + i, v[i], bound[i], || exact(at + i));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::numerics::dd::Real as _;
+
+    #[test]
+    fn sigmoids_side_by_side_stay_within_their_bound() {
+        let x: Vec<f64> =
+            (-70_000..70_000).map(|i| f64::from(i) * 0.009_973 + 1e-9 * f64::from(i % 97)).collect();
+        let mut y = vec![0.0; x.len()];
+        assert!(sigmoid(&x, &mut y));
+        for (x, y) in x.iter().zip(&y) {
+            let exact = Dd::of(*x).sigmoid();
+            let error = (Dd::of(*y) - exact).hi.abs();
+            assert!(error <= 6.0 * (f64::EPSILON / 2.0) * exact.hi, "{x}: {y:e}, {error:e}");
+        }
+        let mut out = [0.0; 2];
+        assert!(!sigmoid(&[1.0, 701.0], &mut out) && !sigmoid(&[f64::NAN, 0.0], &mut out));
     }
 }
