@@ -141,8 +141,8 @@ impl Packed {
 pub(super) struct Products<'a> {
     w: &'a Packed,
     x: &'a Operand,
-    /// `[T, N]`.
-    pub y: Vec<f64>,
+    /// By tile of outputs, numerators `[T, 16]`.
+    tiles: Vec<Vec<f64>>,
 }
 
 impl<'a> Products<'a> {
@@ -150,26 +150,12 @@ impl<'a> Products<'a> {
     pub(super) fn new(w: &'a Packed, x: &'a Operand) -> Self {
         assert_eq!(x.k, w.k, "weight and activations differ in K");
         let t = x.norm.len();
-        let mut y = vec![0f64; t * w.n];
-        let columns: Vec<(usize, Vec<f64>)> = (0..w.n.div_ceil(NT))
+        let tiles = (0..w.n.div_ceil(NT))
             .into_par_iter()
             .with_min_len((1 << 15) / (w.k * t.max(1) * NT / 16 + 1) + 1)
-            .map(|tile| (tile, tile_products(w, tile, &x.x, t)))
+            .map(|tile| tile_products(w, tile, &x.x, t))
             .collect();
-        for (tile, out) in columns {
-            let n = tile * NT..(tile * NT + NT).min(w.n);
-            for (row, o) in y.chunks_exact_mut(w.n).zip(out.chunks_exact(NT)) {
-                row[n.clone()].copy_from_slice(&o[..n.len()]);
-            }
-        }
-        for row in y.chunks_exact_mut(w.n) {
-            for (v, d) in row.iter_mut().zip(&w.divisor) {
-                if *d != 1.0 {
-                    *v /= d;
-                }
-            }
-        }
-        Products { w, x, y }
+        Products { w, x, tiles }
     }
 
     /// Outputs a row.
@@ -179,14 +165,15 @@ impl<'a> Products<'a> {
 
     /// Value and error bound.
     pub(super) fn get(&self, t: usize, n: usize) -> (f64, f64) {
-        let v = self.y[t * self.w.n + n];
+        let v = self.tiles[n / NT][t * NT + n % NT];
         let size = self.x.norm[t] * self.w.norm[n];
         // The biased exponent of `size` says size < 2^(e - 1022); any partial sum is at most that.
         let top = (size.to_bits() >> 52) as i32 - 1022;
-        if top - (self.x.grain[t] + self.w.grain[n]) <= 52 && self.w.divisor[n] == 1.0 {
+        let divisor = self.w.divisor[n];
+        if top - (self.x.grain[t] + self.w.grain[n]) <= 52 && divisor == 1.0 {
             return (v, 0.0);
         }
-        (v, (self.w.k + 4) as f64 * (f64::EPSILON / 2.0) * 1.01 * size)
+        (v / divisor, (self.w.k + 4) as f64 * (f64::EPSILON / 2.0) * 1.01 * size)
     }
 
     /// Double-double value.
