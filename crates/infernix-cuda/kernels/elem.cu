@@ -183,12 +183,20 @@ extern "C" __global__ void __launch_bounds__(256) combine(const u16* __restrict_
   }
 }
 
-// out_s = bf16(fma(b_s, y, R_s)), four streams; out may be R. Eight values a thread; n a multiple of 8. grid (n/2048, rows).
+// out_s = bf16(fma(b_s, y, R_s)), four streams; out may be R. Eight values a thread. grid (n/2048, rows).
 extern "C" __global__ void __launch_bounds__(256) inject(const u16* __restrict__ y, const float* __restrict__ b, const u16* R, u16* out, int n) {
   pdl_launch();
   pdl_wait();
   const int i = (blockIdx.x * 256 + threadIdx.x) * 8, r = blockIdx.y;
   if (i >= n) return;
+  if (n & 7) {
+    for (int k = i; k < min(i + 8, n); k++)
+      for (int s = 0; s < 4; s++) {
+        const size_t at = ((size_t)r * 4 + s) * n + k;
+        out[at] = f2bf(fmaf(b[r * 4 + s], bf2f(y[(size_t)r * n + k]), bf2f(R[at])));
+      }
+    return;
+  }
   const uint4 v = *(const uint4*)(y + (size_t)r * n + i);
   uint4 w[4];
 #pragma unroll

@@ -1,7 +1,7 @@
 //! Row operations: norms, rope, convolution, gates, embedding, combine. Each rounds once, at its store.
 
 use crate::driver::{Args, Device, Kernel, Stream};
-use crate::error::{CudaError, Result};
+use crate::error::Result;
 use std::sync::Arc;
 
 /// The kernels, looked up once.
@@ -325,12 +325,6 @@ impl RowOps {
         rows: usize,
         pdl: bool,
     ) -> Result<()> {
-        if !n.is_multiple_of(8) {
-            return Err(CudaError::Shape {
-                kernel: "inject",
-                what: format!("{n} values, not a multiple of 8"),
-            });
-        }
         let a = Args::new().ptr(y).ptr(b).ptr(r).ptr(to).int(n);
         s.launch(&self.inject, grid2(n, 2048, rows), 256, pdl, &a)
     }
