@@ -22,7 +22,7 @@ struct Quantized {
     experts: bool,
 }
 
-pub(super) struct Builder<'a> {
+struct Builder<'a> {
     setting: &'a Setting<'a>,
     tensors: Vec<OutTensor>,
     quantized: Vec<Quantized>,
@@ -95,7 +95,7 @@ impl<'a> Builder<'a> {
             experts: false,
         });
         let plane = |role| Content::Plane { weight: w.clone(), role };
-        self.planes(&w.base().to_owned(), w.format, n, k, plane);
+        self.planes(w.base(), w.format, n, k, plane);
         if let Some(object) = w.input_scale {
             self.input(w.base(), w.format, Content::Object(object));
         }

@@ -52,14 +52,20 @@ impl Pair {
             items.iter().for_each(|i| one(out, i));
         }
         text(out, &self.key);
-        let id = |out: &mut Vec<u8>, id: u32| out.extend(id.to_le_bytes());
+        let mut plain = |id: u32, bytes: &[u8]| {
+            out.extend(id.to_le_bytes());
+            out.extend(bytes);
+        };
         match &self.value {
-            Value::U16(v) => (id(out, 2), out.extend(v.to_le_bytes())).1,
-            Value::U32(v) => (id(out, 4), out.extend(v.to_le_bytes())).1,
-            Value::I32(v) => (id(out, 5), out.extend(v.to_le_bytes())).1,
-            Value::F32(v) => (id(out, 6), out.extend(v.to_le_bytes())).1,
-            Value::Bool(v) => (id(out, 7), out.push(u8::from(*v))).1,
-            Value::Text(v) => (id(out, 8), text(out, v)).1,
+            Value::U16(v) => plain(2, &v.to_le_bytes()),
+            Value::U32(v) => plain(4, &v.to_le_bytes()),
+            Value::I32(v) => plain(5, &v.to_le_bytes()),
+            Value::F32(v) => plain(6, &v.to_le_bytes()),
+            Value::Bool(v) => plain(7, &[u8::from(*v)]),
+            Value::Text(v) => {
+                plain(8, &[]);
+                text(out, v);
+            }
             Value::Bools(v) => list(out, 7, v, |o, b| o.push(u8::from(*b))),
             Value::I32s(v) => list(out, 5, v, |o, b| o.extend(b.to_le_bytes())),
             Value::U64s(v) => list(out, 10, v, |o, b| o.extend(b.to_le_bytes())),

@@ -146,10 +146,19 @@ fn damaged_gguf_models_are_told() {
         // Mislabelled: an unknown type, a type whose rows do not fit, another name.
         let ty = |b: &[u8]| find(b, "token_embd.weight") + "token_embd.weight".len() + 4 + 2 * 8;
         fails(
-            &with(first, &|b| _ = (|at: usize, b: &mut Vec<u8>| b[at] = 99)(ty(b), b)),
+            &with(first, &|b| {
+                let at = ty(b);
+                b[at] = 99;
+            }),
             &["token_embd.weight", "99"],
         );
-        fails(&with(first, &|b| _ = (|at: usize, b: &mut Vec<u8>| b[at] = 0)(ty(b), b)), &[first]);
+        fails(
+            &with(first, &|b| {
+                let at = ty(b);
+                b[at] = 0;
+            }),
+            &[first],
+        );
         let renamed = with(first, &|b| {
             let at = find(b, "blk.0.ssm_out.weight");
             b[at + 6..at + 13].copy_from_slice(b"ssm_oof");
