@@ -344,4 +344,4 @@ fn plans_are_the_same_on_every_run_and_machine() {
     infernix(["replay", "--dry-run", "--seeds", "2", "--seed-list", "1"]).ends(2);
 }
 
-const PLAN_42: &str = "PLAN";
+const PLAN_42: &str = "fa03cfa01f381120aaad4834dd0259b2ef4442f5d7d96cebff0e45fb0cbcc433";

@@ -143,7 +143,8 @@ impl<'a> Plot<'a> {
     }
 
     fn y(&self, v: f64) -> f64 {
-        8.0 + (self.height - 8.0) * (1.0 - v / self.y_max)
+        // The top leaves room for the label of a bar that reaches it.
+        18.0 + (self.height - 18.0) * (1.0 - v / self.y_max)
     }
 
     fn close(self) {
