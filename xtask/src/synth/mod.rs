@@ -211,7 +211,6 @@ mod tests {
                 "--shard-bytes",
                 "100000000",
             ])
-            .ok()
             .expect("valid");
             // Headers are enough to compare names and layout; words are compared in `fill`.
             o.headers_only = true;
