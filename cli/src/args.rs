@@ -418,11 +418,11 @@ pub(crate) struct SchedArgs {
     /// State snapshots in the backend's memory
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
     pub(crate) prefix_cache_device_mib: u64,
-    /// Cached prefixes in RAM
-    #[arg(long, value_name = "MIB", default_value_t = 8192)]
-    pub(crate) prefix_cache_mib: u64,
+    /// Cached prefixes in RAM [default: 8192, at most a quarter of the memory that is free at the start]
+    #[arg(long, value_name = "MIB")]
+    pub(crate) prefix_cache_mib: Option<u64>,
     /// Keep cached prefixes in this file over a restart
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "no_prefix_cache")]
     pub(crate) prefix_cache_file: Option<PathBuf>,
     /// Largest size of that file
     #[arg(long, value_name = "MIB", default_value_t = 8192)]
@@ -687,6 +687,10 @@ pub(crate) struct BenchArgs {
     /// Answers at a time, through the engine's scheduler
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=8))]
     pub(crate) concurrency: Option<u32>,
+    /// Run through the engine's scheduler and record requests, routing and cache events as ids, for `infernix plan`; recording
+    /// takes time
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["profile", "breakdown"])]
+    pub(crate) record_trace: Option<PathBuf>,
     /// Decode through the engine's scheduler with these drafts [default: one stream, plainly]
     #[arg(long, value_enum)]
     pub(crate) spec: Option<Spec>,

@@ -15,7 +15,8 @@ use infernix_engine::model::{ArtifactSource, LoadOptions, load};
 use infernix_engine::ngram::{NgramOptions, open_ngram};
 use infernix_engine::sched::{CacheOptions, Engine, EngineOptions, SpecMode, SpecOptions};
 use infernix_engine::state::KvFormat;
-use std::path::PathBuf;
+use infernix_measure::bench::machine::available_memory;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -164,6 +165,7 @@ pub(crate) fn engine_options(
     open: &OpenModel,
     context: usize,
 ) -> anyhow::Result<EngineOptions> {
+    contradictions(sched, spec, open)?;
     let within = |flag: &str, n: AutoNumber, most: usize| match n.0 {
         Some(n) if n > most => Err(usage(format!("--{flag} must lie in 0..={most}"))),
         n => Ok(n),
@@ -176,7 +178,8 @@ pub(crate) fn engine_options(
     let mib = |n: u64| n.saturating_mul(1 << 20);
     // Everything that decides what a state means: another value makes cached states useless.
     let identity = format!(
-        "{} {:?} {:?} {:?} {}",
+        "{} {} {:?} {:?} {:?} {}",
+        env!("CARGO_PKG_VERSION"),
         open.artifact.artifact_id(),
         open.backend,
         open.kv,
@@ -193,7 +196,7 @@ pub(crate) fn engine_options(
         cache: CacheOptions {
             enabled: !sched.no_prefix_cache,
             device_bytes: mib(sched.prefix_cache_device_mib),
-            host_bytes: mib(sched.prefix_cache_mib),
+            host_bytes: host_bytes(sched),
             file: sched.prefix_cache_file.clone(),
             file_bytes: mib(sched.prefix_cache_file_mib),
             identity,
@@ -208,6 +211,81 @@ pub(crate) fn engine_options(
         },
         record_trace: sched.record_trace.clone(),
     })
+}
+
+/// Bytes of memory that this process may still take: the machine's, or its control group's where that allows less; 0 where
+/// unknown.
+fn free_memory() -> u64 {
+    let number = |path: &str| -> Option<u64> { std::fs::read_to_string(path).ok()?.trim().parse().ok() };
+    let group = |limit: &str, used: &str| Some(number(limit)?.saturating_sub(number(used)?));
+    let v2 = group("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current");
+    let v1 =
+        group("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes");
+    let machine = available_memory();
+    v2.or(v1).map_or(machine, |group| group.min(machine))
+}
+
+/// Bytes of cached prefixes in RAM: what was asked for, else 8 GiB or a quarter of what is free.
+fn host_bytes(sched: &SchedArgs) -> u64 {
+    let free = free_memory();
+    match sched.prefix_cache_mib {
+        Some(mib) => {
+            let bytes = mib.saturating_mul(1 << 20);
+            if free > 0 && bytes > free && !sched.no_prefix_cache {
+                crate::output::warn(&format!(
+                    "--prefix-cache-mib allows {}, {} of memory are free",
+                    crate::output::bytes(bytes),
+                    crate::output::bytes(free)
+                ));
+            }
+            bytes
+        }
+        None if free > 0 => (8u64 << 30).min(free / 4),
+        None => 8 << 30,
+    }
+}
+
+/// Refuses flags that cannot hold together, and files that would overwrite each other.
+fn contradictions(sched: &SchedArgs, spec: &SpecArgs, open: &OpenModel) -> anyhow::Result<()> {
+    let drafts = |n: AutoNumber| n.0.is_some_and(|n| n > 0);
+    let wasted = match spec.spec {
+        Spec::Off if drafts(spec.draft_tokens) => Some("--draft-tokens"),
+        Spec::Off if spec.lm_head_draft => Some("--lm-head-draft"),
+        Spec::Off | Spec::Mtp if drafts(spec.ngram_draft_tokens) => Some("--ngram-draft-tokens"),
+        _ => None,
+    };
+    if let Some(flag) = wasted {
+        let mode = if spec.spec == Spec::Off { "off" } else { "mtp" };
+        return Err(usage(format!("{flag} has no effect with --spec {mode}; leave one of them out")));
+    }
+    let components = &open.artifact.directory().components;
+    if spec.lm_head_draft && !components.contains_key("mtp") {
+        return Err(usage("--lm-head-draft: the artifact has no drafter that could use its proposal head"));
+    }
+    if spec.lm_head_draft && !open.artifact.directory().bindings.contains_key("proposal/token_ids") {
+        return Err(usage(
+            "--lm-head-draft: the artifact has no proposal head; convert with --proposal, or leave the flag out",
+        ));
+    }
+    let same = |a: &Path, b: &Path| match (a.canonicalize(), b.canonicalize()) {
+        (Ok(a), Ok(b)) => a == b,
+        _ => a == b,
+    };
+    let written =
+        [("--record-trace", &sched.record_trace), ("--prefix-cache-file", &sched.prefix_cache_file)];
+    for (flag, path) in written {
+        let Some(path) = path else { continue };
+        if open.artifact.paths().any(|f| same(path, f)) || open.ngram.as_ref().is_some_and(|n| same(path, n))
+        {
+            return Err(usage(format!("{flag} names one of the model's own files")));
+        }
+    }
+    match (&sched.record_trace, &sched.prefix_cache_file) {
+        (Some(a), Some(b)) if same(a, b) => {
+            Err(usage("--record-trace and --prefix-cache-file name the same file"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Says what device memory is used for.

@@ -34,6 +34,9 @@ pub(crate) fn run(args: &RunArgs, progress: ProgressMode) -> anyhow::Result<Outc
     let outcome = chat.hold(first);
     // Also after a failure: the cache is saved, a trace is complete.
     engine.shutdown(Drain::Now);
+    if let Some(problem) = engine.stop_problem() {
+        output::warn(&problem);
+    }
     outcome
 }
 

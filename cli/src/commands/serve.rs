@@ -98,6 +98,7 @@ pub(crate) fn run(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Ou
         anyhow::bail!("interrupted");
     }
     let id = info.id.clone();
+    let handle = engine.clone();
     let app = App::new(Arc::new(engine) as Arc<dyn EngineApi>, Arc::new(format), info, options)
         .with_context(|| "the server cannot start (request log or grammars)")?;
     runtime.block_on(async {
@@ -118,6 +119,9 @@ pub(crate) fn run(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Ou
         output::note(&format!("{id} at http://{address}"));
         infernix_serve::serve(Arc::clone(&app), listener, admin, stop(&app)).await.context("serving failed")
     })?;
+    if let Some(problem) = handle.stop_problem() {
+        output::warn(&problem);
+    }
     output::note("stopped");
     Ok(Outcome::Done)
 }

@@ -8,6 +8,7 @@ pub mod memory;
 pub mod model;
 pub mod ngram;
 pub mod numerics;
+pub mod residency;
 pub mod sample;
 pub mod sched;
 pub mod sim;

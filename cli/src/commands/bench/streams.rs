@@ -27,7 +27,10 @@ use std::time::Instant;
 
 /// Whether a flag needs the scheduler.
 pub(super) fn asked(args: &BenchArgs) -> bool {
-    args.concurrency.is_some() || args.spec.is_some() || answer(&args.constraint).is_some()
+    args.concurrency.is_some()
+        || args.spec.is_some()
+        || args.record_trace.is_some()
+        || answer(&args.constraint).is_some()
 }
 
 /// Runs all tests and prints the report.
@@ -96,6 +99,9 @@ pub(super) fn run(
         }
     }
     engine.shutdown(Drain::Now);
+    if let Some(problem) = engine.stop_problem() {
+        crate::output::warn(&problem);
+    }
     match failure {
         Some(e) => Err(e),
         None => report(args, subject, settings, &measured, &[], None),
@@ -133,6 +139,7 @@ fn start(
             draft_tokens,
             ..SpecOptions::default()
         },
+        record_trace: args.record_trace.clone(),
         ..EngineOptions::default()
     };
     let tokens = context * count;

@@ -5,7 +5,7 @@
 //! what is not used ages. Superseded snapshots go first. Blocks are taken oldest first and deepest first, blocks
 //! without a snapshot below before all others.
 
-use super::tree::{HostSnap, NodeId, SnapId};
+use super::tree::{HostSnap, NodeId, Snap, SnapId};
 use super::{CacheEvent, PrefixCache};
 use crate::error::EngineError;
 use crate::sched::Runner;
@@ -15,16 +15,25 @@ use std::cmp::Reverse;
 impl<S: Clone> PrefixCache<S> {
     /// Worth of a snapshot.
     pub(super) fn value(&self, id: SnapId) -> f64 {
-        let s = self.tree.snap(id);
-        let blocks = (s.gap / PAGE_TOKENS) as u64 * self.limits.page_bytes;
-        s.floor + f64::from(1 + s.hits) * s.gap as f64 / (s.bytes + blocks).max(1) as f64
+        let (s, cost) = (self.tree.snap(id), self.tree.cost(id));
+        let blocks = (cost / PAGE_TOKENS) as u64 * self.limits.page_bytes;
+        if let Some(future) = &self.future {
+            let size = (s.bytes + blocks).max(1) as f64;
+            return future.next(id).map_or(0.0, |(tokens, until)| tokens as f64 / (size * until as f64));
+        }
+        s.floor + f64::from(1 + s.hits) * cost as f64 / (s.bytes + blocks).max(1) as f64
+    }
+
+    /// Whether a deeper snapshot has taken its place; who knows the future need not guess.
+    fn superseded(&self, id: SnapId) -> bool {
+        self.tree.snap(id).superseded && self.future.is_none()
     }
 
     /// The least valuable snapshot of those that `which` admits.
     fn least(&self, which: impl Fn(SnapId) -> bool) -> Option<SnapId> {
         let key = |id: &SnapId| {
-            let s = self.tree.snap(*id);
-            (!s.superseded, if s.superseded { s.used as f64 } else { self.value(*id) })
+            let superseded = self.superseded(*id);
+            (!superseded, if superseded { self.tree.snap(*id).used as f64 } else { self.value(*id) })
         };
         self.tree
             .snap_ids()
@@ -50,7 +59,10 @@ impl<S: Clone> PrefixCache<S> {
         for id in self.tree.node_ids() {
             let node = self.tree.node(id);
             if node.page.is_some_and(|p| !runner.pool().is_shared(p)) {
-                victims.push((node.live > 0, node.used, Reverse(node.depth), id));
+                let used = self.future.as_ref().map_or(node.used, |f| {
+                    u64::MAX - f.next_through(node.chain).map_or(u64::MAX, |n| n as u64)
+                });
+                victims.push((node.live > 0, used, Reverse(node.depth), id));
             }
         }
         victims.sort_unstable();
@@ -143,9 +155,16 @@ impl<S: Clone> PrefixCache<S> {
         self.tree.prune(node);
     }
 
+    fn remove_snap(&mut self, id: SnapId) -> Snap<S> {
+        if let Some(future) = &mut self.future {
+            future.removed(id);
+        }
+        self.tree.remove_snap(id)
+    }
+
     fn drop_snap_only<R: Runner<State = S>>(&mut self, runner: &mut R, id: SnapId) -> NodeId {
         self.events.push(CacheEvent::DroppedSnapshot { tokens: self.tree.frontier(id) });
-        let snap = self.tree.remove_snap(id);
+        let snap = self.remove_snap(id);
         if let Some(device) = snap.device {
             self.device_bytes -= snap.bytes;
             if let Some(page) = device.page {
@@ -224,7 +243,7 @@ impl<S: Clone> PrefixCache<S> {
                 s.host.is_some() && s.device.is_none() && s.node != keep
             };
             let Some(id) = self.least(only_host) else { return false };
-            let (value, superseded) = (self.value(id), self.tree.snap(id).superseded);
+            let (value, superseded) = (self.value(id), self.superseded(id));
             if !superseded && value > worth {
                 return false;
             }
@@ -232,7 +251,7 @@ impl<S: Clone> PrefixCache<S> {
                 self.inflation = self.inflation.max(value);
             }
             self.events.push(CacheEvent::DroppedSnapshot { tokens: self.tree.frontier(id) });
-            let snap = self.tree.remove_snap(id);
+            let snap = self.remove_snap(id);
             if let Some(host) = snap.host {
                 self.host_bytes -= host.bytes;
             }

@@ -365,6 +365,7 @@ impl<S: Clone> PrefixCache<S> {
             host: Some(host),
             bytes: own,
             gap: 0,
+            above: None,
             hits: 0,
             floor: self.inflation,
             superseded: false,

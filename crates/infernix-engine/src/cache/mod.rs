@@ -7,13 +7,15 @@
 
 mod evict;
 mod file;
+mod future;
 mod habit;
 mod miss;
 mod tree;
 
+pub(crate) use future::Future;
 pub use habit::{Habit, habit};
 pub use miss::{Excerpt, Miss, MissCause};
-pub(crate) use tree::{Found, Kind, SnapId, common};
+pub(crate) use tree::{Found, Kind, SnapId, chains, common};
 
 use crate::driver::Sequence;
 use crate::error::EngineError;
@@ -46,6 +48,8 @@ pub(crate) struct PrefixCache<S> {
     file: TierStatus,
     /// The evictor's inflation: the value of the last snapshot dropped.
     inflation: f64,
+    /// What will be asked, where a simulation knows it.
+    pub future: Option<Future>,
     /// Events since they were last taken.
     pub events: Vec<CacheEvent>,
 }
@@ -63,6 +67,7 @@ impl<S: Clone> PrefixCache<S> {
             host_bytes: 0,
             file: TierStatus::default(),
             inflation: 0.0,
+            future: None,
             events: Vec::new(),
         }
     }
@@ -295,12 +300,17 @@ impl<S: Clone> PrefixCache<S> {
             host: None,
             bytes,
             gap: 0,
+            above: None,
             hits: 0,
             floor: self.inflation,
             superseded: false,
             used: 0,
             pins: 0,
         });
+        if let Some(future) = &mut self.future {
+            let (node, snap) = (self.tree.node(cursor.node), self.tree.snap(id));
+            future.added(id, node.chain, node.depth, &snap.tail);
+        }
         self.device_bytes += bytes;
         self.events.push(CacheEvent::Snapshot { tokens: s.len(), bytes });
         self.fit_device(runner);
@@ -308,7 +318,7 @@ impl<S: Clone> PrefixCache<S> {
     }
 
     /// A conversation went on past `resumed` to a deeper snapshot: what it resumed from, and what its own last prompt left
-    /// on the way there, is what eviction takes first. Markers stay, they are others' too.
+    /// on the way there, is what eviction takes first. The shallowest stays: the head of the prompt is others' too.
     pub(crate) fn supersede(&mut self, cursor: &Cursor, resumed: usize) {
         let mut at = Some(cursor.node);
         while let Some(id) = at {
@@ -317,7 +327,7 @@ impl<S: Clone> PrefixCache<S> {
             for snap in n.snaps.clone() {
                 let f = self.tree.frontier(snap);
                 let s = self.tree.snap_mut(snap);
-                if f <= resumed && s.kind != Kind::Marker && s.hits <= 1 {
+                if f <= resumed && s.above.is_some() && s.hits <= 1 {
                     s.superseded = true;
                 }
             }

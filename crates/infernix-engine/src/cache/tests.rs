@@ -16,6 +16,7 @@ fn snap(node: usize, tail: Vec<u32>, tokens: usize) -> Snap<u64> {
         host: None,
         bytes: 1,
         gap: 0,
+        above: None,
         hits: 0,
         floor: 0.0,
         superseded: false,

@@ -58,8 +58,10 @@ pub(super) struct Snap<S> {
     pub host: Option<HostSnap>,
     /// Bytes of the state.
     pub bytes: u64,
-    /// Tokens since the nearest snapshot above when it was taken: what its loss costs.
+    /// Tokens since the nearest snapshot above: what its loss costs.
     pub gap: usize,
+    /// That snapshot.
+    pub above: Option<SnapId>,
     pub hits: u32,
     /// The evictor's inflation when it was last used.
     pub floor: f64,
@@ -122,6 +124,17 @@ fn hash(chain: u64, ids: &[u32]) -> u64 {
     let mut h = DefaultHasher::new();
     (chain, ids).hash(&mut h);
     h.finish()
+}
+
+/// Chains of a text's blocks under the empty salt, as an index has them.
+pub(crate) fn chains(ids: &[u32]) -> Vec<u64> {
+    let mut chain = hash(0, &[]);
+    ids.chunks_exact(PAGE_TOKENS)
+        .map(|block| {
+            chain = hash(chain, block);
+            chain
+        })
+        .collect()
 }
 
 /// Length of the common prefix.
@@ -245,12 +258,14 @@ impl<S> Tree<S> {
         id
     }
 
-    /// Adds a snapshot. Its gap is measured here.
+    /// Adds a snapshot. Its place among those above and below is found here.
     pub(super) fn add_snap(&mut self, mut snap: Snap<S>) -> SnapId {
         let node = snap.node;
         let frontier = self.node(node).depth * PAGE_TOKENS + snap.tail.len();
-        snap.gap = frontier - self.nearest_above(node, frontier);
+        snap.above = self.nearest_above(node, frontier);
+        snap.gap = frontier - snap.above.map_or(0, |a| self.frontier(a));
         snap.used = self.tick;
+        let above = snap.above;
         let id = match self.free_snaps.pop() {
             Some(id) => {
                 self.snaps[id] = Some(snap);
@@ -261,23 +276,52 @@ impl<S> Tree<S> {
                 self.snaps.len() - 1
             }
         };
+        let below: Vec<SnapId> = self.snap_ids().filter(|s| self.snap(*s).above == above).collect();
+        for other in below {
+            let deeper = self.frontier(other);
+            if other != id && deeper > frontier && self.is_below(self.snap(other).node, node) {
+                let s = self.snap_mut(other);
+                (s.above, s.gap) = (Some(id), deeper - frontier);
+            }
+        }
         self.node_mut(node).snaps.push(id);
         self.each_above(node, |n| n.live += 1);
         id
     }
 
-    /// Frontier of the deepest snapshot above `frontier` on the way to the root.
-    pub(super) fn nearest_above(&self, node: NodeId, frontier: usize) -> usize {
+    /// Whether `node` is `top` or lies below it.
+    fn is_below(&self, mut node: NodeId, top: NodeId) -> bool {
+        let depth = self.node(top).depth;
+        while self.node(node).depth > depth {
+            let Some(parent) = self.node(node).parent else { return false };
+            node = parent;
+        }
+        node == top
+    }
+
+    /// The deepest snapshot above `frontier` on the way to the root.
+    fn nearest_above(&self, node: NodeId, frontier: usize) -> Option<SnapId> {
         let mut at = Some(node);
         while let Some(id) = at {
             let n = self.node(id);
-            let own = n.snaps.iter().map(|s| self.frontier(*s)).filter(|f| *f < frontier).max();
-            if let Some(f) = own {
-                return f;
+            let above = n.snaps.iter().copied().filter(|s| self.frontier(*s) < frontier);
+            if let Some(s) = above.max_by_key(|s| self.frontier(*s)) {
+                return Some(s);
             }
             at = n.parent;
         }
-        0
+        None
+    }
+
+    /// Tokens that the loss of a snapshot costs: since the nearest above that has not been superseded.
+    pub(super) fn cost(&self, id: SnapId) -> usize {
+        let s = self.snap(id);
+        let (mut cost, mut at) = (s.gap, s.above);
+        while let Some(above) = at.map(|a| self.snap(a)).filter(|a| a.superseded) {
+            cost += above.gap;
+            at = above.above;
+        }
+        cost
     }
 
     fn each_above(&mut self, node: NodeId, mut f: impl FnMut(&mut Node)) {
@@ -295,6 +339,9 @@ impl<S> Tree<S> {
         self.free_snaps.push(id);
         self.node_mut(snap.node).snaps.retain(|s| *s != id);
         self.each_above(snap.node, |n| n.live -= 1);
+        for s in self.snaps.iter_mut().flatten().filter(|s| s.above == Some(id)) {
+            (s.above, s.gap) = (snap.above, s.gap + snap.gap);
+        }
         snap
     }
 

@@ -390,7 +390,8 @@ impl<B: Backend> Loader<'_, B> {
         let ids = "proposal/token_ids";
         if !self.bind.source().contains(ids) {
             return Err(EngineError::Unsupported(
-                "the artifact has no proposal head; convert with --proposal-head, or leave out --lm-head-draft".into(),
+                "the artifact has no proposal head; convert with --proposal, or leave out --lm-head-draft"
+                    .into(),
             ));
         }
         let data = self.bind.source().weight(ids)?;

@@ -118,6 +118,15 @@ impl Engine {
         &self.shared.options
     }
 
+    /// What went wrong while the engine stopped, after it has: a cache file that could not be written, a trace that is
+    /// incomplete. `None` after an orderly end.
+    pub fn stop_problem(&self) -> Option<String> {
+        let why = self.stopped()?;
+        why.strip_prefix(super::SHUT_DOWN)
+            .map_or(Some(why.as_str()), |rest| rest.strip_prefix("; "))
+            .map(str::to_owned)
+    }
+
     /// Sizes of the model's state.
     pub fn limits(&self) -> Limits {
         self.shared.limits
@@ -214,8 +223,8 @@ impl<R: Runner> Worker<R> {
                 break why.clone();
             }
             match self.drain {
-                Some(_) if idle => break "shut down".to_owned(),
-                Some(until) if Instant::now() >= until => break "shut down".to_owned(),
+                Some(_) if idle => break super::SHUT_DOWN.to_owned(),
+                Some(until) if Instant::now() >= until => break super::SHUT_DOWN.to_owned(),
                 _ => {}
             }
         };
@@ -230,13 +239,11 @@ impl<R: Runner> Worker<R> {
         self.scheduler.stopped = Some(why.clone());
         self.report(false);
         let integrity = self.scheduler.check_idle();
+        let trace = self.scheduler.finish_trace();
         let saved = catch_unwind(AssertUnwindSafe(|| self.scheduler.save_cache()));
         let mut why = why;
-        for problem in
-            [integrity.err(), saved.unwrap_or_else(|_| Err("the cache could not be saved".into())).err()]
-                .into_iter()
-                .flatten()
-        {
+        let saved = saved.unwrap_or_else(|_| Err("the cache could not be saved".into()));
+        for problem in [integrity.err(), trace.err(), saved.err()].into_iter().flatten() {
             why = format!("{why}; {problem}");
         }
         self.scheduler.stopped = Some(why);
@@ -260,10 +267,10 @@ impl<R: Runner> Worker<R> {
                 Ok(Command::Submit(id, request, sink)) => self.scheduler.submit_as(id, *request, sink),
                 Ok(Command::Cancel(id)) => self.scheduler.cancel(id),
                 Ok(Command::Cache(order, answer)) => drop(answer.send(self.cache(order))),
-                Ok(Command::Shutdown(Drain::Now)) => return Err("shut down".into()),
+                Ok(Command::Shutdown(Drain::Now)) => return Err(super::SHUT_DOWN.into()),
                 Ok(Command::Shutdown(Drain::Within(d))) => self.drain = Some(Instant::now() + d),
                 // Nobody holds the engine any more.
-                Err(true) => return Err("shut down".into()),
+                Err(true) => return Err(super::SHUT_DOWN.into()),
                 Err(false) => return Ok(()),
             }
         }

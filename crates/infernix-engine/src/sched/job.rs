@@ -55,6 +55,8 @@ pub(super) struct Job {
     pub copies: Option<CopyDrafter>,
     /// Snapshot kept for it while it is paused.
     pub kept: Option<SnapId>,
+    /// Tokens it had read when it was paused.
+    pub read: usize,
     /// Other requests' cached prefixes it may use.
     pub salt: String,
     pub cancelled: bool,
@@ -108,6 +110,7 @@ impl Job {
             standing,
             copies: None,
             kept: None,
+            read: 0,
             salt,
             cancelled: false,
             ended: false,

@@ -23,8 +23,11 @@ pub use api::{
 pub use engine::Engine;
 pub use options::{CacheOptions, EngineOptions, SpecMode, SpecOptions};
 pub use runner::{Limits, Runner};
-pub(crate) use scheduler::Scheduler;
+pub use scheduler::Scheduler;
 pub use scripted::{Script, ScriptedEngine};
+
+/// Why an engine stopped that was asked to.
+const SHUT_DOWN: &str = "shut down";
 
 #[cfg(test)]
 mod tests;

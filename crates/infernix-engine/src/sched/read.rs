@@ -70,7 +70,9 @@ impl<R: Runner> Scheduler<R> {
         self.counters.prefill_calls += 1;
         self.counters.prefill_tokens += (end - begin) as u64;
         self.measured(end - begin, 0);
+        self.record_routing("prompt");
         self.keep(i, end)?;
+        self.failures = 0;
         let job = &mut self.jobs[i];
         if first {
             job.send(Event::PromptProgress { done: end, total: prompt });

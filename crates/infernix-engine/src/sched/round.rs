@@ -52,6 +52,7 @@ impl<R: Runner> Scheduler<R> {
                 return true;
             }
         };
+        let failures = self.failures;
         let (mut columns, mut steps, mut tokens) = (0, 0, 0);
         let lanes = parts.len() as u64;
         for (part, output) in parts.iter().zip(outputs) {
@@ -64,12 +65,16 @@ impl<R: Runner> Scheduler<R> {
                 Err(cause) => self.fail(part.job, RequestError::Engine(cause)),
             }
         }
+        if self.failures == failures {
+            self.failures = 0;
+        }
         self.counters.decode_rounds += 1;
         self.counters.decode_lanes += lanes;
         self.counters.output_tokens += tokens as u64;
         let took = self.runner.now().saturating_sub(start);
-        self.policy.observe(columns, steps, took);
+        self.policy.observe(parts.len(), columns, steps, took);
         self.measured(0, tokens);
+        self.record_routing("decode");
         true
     }
 
@@ -137,10 +142,12 @@ impl<R: Runner> Scheduler<R> {
             }
         }
         for p in parts.iter_mut() {
-            // Guesses the constraint forbids are certain to be wrong.
+            // Guesses the constraint forbids are certain to be wrong. One that was drawn from a law must still be rejected as
+            // such: what follows its rejection is drawn from the residual, not from the model's own distribution.
             let legal = self.jobs[p.job].legal(&p.draft.ids);
-            p.draft.ids.truncate(legal);
-            p.draft.laws.truncate(legal);
+            let keep = if p.draft.laws.is_empty() { legal } else { legal + 1 };
+            p.draft.ids.truncate(keep);
+            p.draft.laws.truncate(keep);
         }
         Ok(())
     }

@@ -45,10 +45,12 @@ pub(crate) fn check(request: &Request, options: &EngineOptions) -> Result<(), Su
 }
 
 /// Requests, lanes, cache and model.
-pub(crate) struct Scheduler<R: Runner> {
+///
+/// [`super::Engine`] runs one on a thread of its own; tests and measurements that need every step run it themselves.
+pub struct Scheduler<R: Runner> {
     pub(super) runner: R,
-    pub(super) cache: PrefixCache<R::State>,
-    pub(super) options: EngineOptions,
+    pub(crate) cache: PrefixCache<R::State>,
+    pub(crate) options: EngineOptions,
     pub(super) limits: Limits,
     /// Waiting, in order.
     queue: VecDeque<Job>,
@@ -58,7 +60,7 @@ pub(crate) struct Scheduler<R: Runner> {
     pub(super) policy: Policy,
     pub(super) drafter: Box<dyn Drafter<R>>,
     pub(crate) counters: Counters,
-    failures: usize,
+    pub(super) failures: usize,
     pub(super) stopped: Option<String>,
     pub(super) recorder: Option<Recorder>,
     rates: super::rates::RateMeter,
@@ -70,7 +72,11 @@ pub(crate) struct Scheduler<R: Runner> {
 }
 
 impl<R: Runner> Scheduler<R> {
-    pub(crate) fn new(mut runner: R, mut options: EngineOptions) -> Result<Self, EngineError> {
+    /// A scheduler over a model; options are cut to the model's limits.
+    ///
+    /// # Errors
+    /// A trace file that cannot be created.
+    pub fn new(mut runner: R, mut options: EngineOptions) -> Result<Self, EngineError> {
         let limits = runner.limits();
         options.max_concurrency = options.max_concurrency.clamp(1, limits.sequences);
         options.prefill_chunk = options.prefill_chunk.max(1);
@@ -109,8 +115,9 @@ impl<R: Runner> Scheduler<R> {
         })
     }
 
-    /// Queues a checked request.
-    pub(crate) fn submit(&mut self, request: Request, sink: Sink) -> RequestId {
+    /// Queues a request whatever the queue's length. What [`EngineApi::submit`](super::EngineApi::submit) refuses must not come
+    /// here.
+    pub fn submit(&mut self, request: Request, sink: Sink) -> RequestId {
         let id = RequestId(self.next_id);
         self.next_id += 1;
         self.submit_as(id, request, sink);
@@ -131,12 +138,12 @@ impl<R: Runner> Scheduler<R> {
     }
 
     /// Requests that have not ended.
-    pub(crate) fn open(&self) -> usize {
+    pub fn open(&self) -> usize {
         self.queue.len() + self.jobs.len()
     }
 
     /// Marks a request cancelled; it ends with the next step.
-    pub(crate) fn cancel(&mut self, id: RequestId) {
+    pub fn cancel(&mut self, id: RequestId) {
         let mut all = self.queue.iter_mut().chain(&mut self.jobs);
         if let Some(job) = all.find(|j| j.id == id) {
             job.cancelled = true;
@@ -144,7 +151,7 @@ impl<R: Runner> Scheduler<R> {
     }
 
     /// One step. Gives whether a model call was made.
-    pub(crate) fn step(&mut self) -> bool {
+    pub fn step(&mut self) -> bool {
         self.expire();
         self.admit();
         let mut worked = self.read();
@@ -161,11 +168,14 @@ impl<R: Runner> Scheduler<R> {
                 r.cache(event);
             }
         }
-        if let Some(r) = &mut self.recorder {
-            let routing = self.runner.take_routing();
-            r.routing(&routing);
-        }
         worked
+    }
+
+    /// Notes the experts of a model call that just ended.
+    pub(super) fn record_routing(&mut self, call: &str) {
+        if let Some(r) = &mut self.recorder {
+            r.routing(call, &self.runner.take_routing());
+        }
     }
 
     fn expire(&mut self) {
@@ -314,7 +324,7 @@ impl<R: Runner> Scheduler<R> {
             let miss = found.miss.take().map(Box::new);
             job.send(Event::Admitted { queued, cached_tokens: found.tokens, miss });
         } else {
-            self.counters.replayed_tokens += (job.goal() - found.tokens) as u64;
+            self.counters.replayed_tokens += job.read.saturating_sub(found.tokens) as u64;
         }
         let shared = found.shared;
         self.plan_points(i, shared);
@@ -404,6 +414,7 @@ impl<R: Runner> Scheduler<R> {
         job.usage.preemptions += 1;
         job.stage = Stage::Paused;
         let Some(mut lane) = job.lane.take() else { return };
+        job.read = lane.sequence.len();
         let kept = self.cache.snapshot(&mut self.runner, &mut lane.sequence, &mut lane.cursor, Kind::End);
         if let Ok(Some(id)) = kept {
             self.cache.pin(id, true);
@@ -498,8 +509,8 @@ impl<R: Runner> Scheduler<R> {
         }
     }
 
-    /// Runs a model call; what it panics with is an error like others. Counts failures: too many in a row, or a poisoned
-    /// backend, stop the engine.
+    /// Runs a model call; what it panics with is an error like others. Counts failures: too many without a chunk or round between
+    /// them that went well to its end, or a poisoned backend, stop the engine.
     pub(super) fn call<T>(
         &mut self,
         f: impl FnOnce(&mut Self) -> Result<T, EngineError>,
@@ -509,10 +520,7 @@ impl<R: Runner> Scheduler<R> {
             Err(EngineError::Round(format!("a model call panicked: {text}")))
         });
         match result {
-            Ok(value) => {
-                self.failures = 0;
-                Ok(value)
-            }
+            Ok(value) => Ok(value),
             Err(e) => {
                 self.failures += 1;
                 if matches!(e, EngineError::Poisoned(_)) || self.failures >= MAX_FAILURES {
@@ -529,7 +537,7 @@ impl<R: Runner> Scheduler<R> {
     }
 
     /// Where everything stands; the cache's part is left out unless asked for, as it walks the index.
-    pub(crate) fn status(&mut self, with_cache: bool) -> Status {
+    pub fn status(&mut self, with_cache: bool) -> Status {
         let now = self.runner.now();
         let lanes = self.jobs.iter().filter(|j| j.lane.is_some()).map(|j| LaneStatus {
             id: j.id.0,
@@ -577,12 +585,12 @@ impl<R: Runner> Scheduler<R> {
     }
 
     /// Tokens that prompt and answer may have together.
-    pub(crate) fn max_context(&self) -> usize {
+    pub fn max_context(&self) -> usize {
         self.options.max_context
     }
 
     /// The runner's clock.
-    pub(crate) fn now(&self) -> Duration {
+    pub fn now(&self) -> Duration {
         self.runner.now()
     }
 
@@ -591,13 +599,19 @@ impl<R: Runner> Scheduler<R> {
         self.mean.map(Duration::from_secs_f64)
     }
 
-    /// Reads the prefix-cache file.
-    pub(crate) fn load_cache(&mut self) -> Result<usize, String> {
+    /// Reads the prefix-cache file. Gives the snapshots it held.
+    ///
+    /// # Errors
+    /// Why the file is ignored; the cache is then empty.
+    pub fn load_cache(&mut self) -> Result<usize, String> {
         self.cache.load_file(&mut self.runner)
     }
 
-    /// Writes it.
-    pub(crate) fn save_cache(&mut self) -> Result<usize, String> {
+    /// Writes it. Gives the snapshots written.
+    ///
+    /// # Errors
+    /// Why it was not written; an older file stays.
+    pub fn save_cache(&mut self) -> Result<usize, String> {
         self.cache.save_file(&mut self.runner)
     }
 
@@ -606,8 +620,19 @@ impl<R: Runner> Scheduler<R> {
         self.cache.clear(&mut self.runner)
     }
 
+    /// Completes the trace, if one is recorded.
+    ///
+    /// # Errors
+    /// Why it is incomplete.
+    pub fn finish_trace(&mut self) -> Result<(), String> {
+        self.recorder.as_mut().map_or(Ok(()), Recorder::finish)
+    }
+
     /// With nothing running, every page is free or the cache's, and every slot is free.
-    pub(crate) fn check_idle(&mut self) -> Result<(), String> {
+    ///
+    /// # Errors
+    /// What is missing or miscounted.
+    pub fn check_idle(&mut self) -> Result<(), String> {
         if !self.jobs.is_empty() {
             return Err(format!("{} requests have not ended", self.jobs.len()));
         }
@@ -620,6 +645,21 @@ impl<R: Runner> Scheduler<R> {
             return Err(format!("{slots} of {} slots are free", self.limits.sequences));
         }
         self.cache.check()
+    }
+}
+
+impl<R: Runner> Scheduler<R> {
+    /// Ends every request, empties the cache and gives the model back; with it the outcome of the checks: pages, slots and
+    /// counts are what they should be, and all are free again.
+    pub fn into_runner(mut self) -> (R, Result<(), String>) {
+        self.stop("the scheduler was taken apart");
+        let mut checked = self.check_idle();
+        self.cache.clear(&mut self.runner);
+        let free = self.runner.pool().available();
+        if checked.is_ok() && free != self.limits.pages {
+            checked = Err(format!("{free} of {} pages are free without a cache", self.limits.pages));
+        }
+        (self.runner, checked)
     }
 }
 

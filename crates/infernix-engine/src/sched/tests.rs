@@ -253,43 +253,6 @@ proptest! {
 }
 
 #[test]
-fn a_thousand_requests_with_cancels_and_little_memory_leak_nothing_and_keep_their_order() {
-    let sim = SimOptions { pages: 40, sequences: 8, draft_accuracy: Some(0.7), ..SimOptions::default() };
-    let mut s = Scheduler::new(SimModel::new(sim), options(64)).unwrap();
-    let mut all = Vec::new();
-    let admitted = Arc::new(Mutex::new(Vec::new()));
-    for n in 0..1000u64 {
-        let dice = crate::numerics::round::mix(n);
-        let len = 1 + (dice % 400) as usize;
-        let (mut sink, seen) = sink();
-        let order = Arc::clone(&admitted);
-        let ordered: Sink = Box::new(move |e| {
-            if matches!(e, Event::Admitted { .. }) {
-                order.lock().unwrap().push(n);
-            }
-            sink(e);
-        });
-        let id = s.submit(request(ids(n % 50, len), (dice >> 20) as usize % 120), ordered);
-        all.push((id, seen, dice >> 40));
-    }
-    let mut steps = 0;
-    while s.open() > 0 {
-        s.step();
-        steps += 1;
-        if steps % 40 == 0 {
-            let (id, ..) = &all[(crate::numerics::round::mix(steps) % 1000) as usize];
-            s.cancel(*id);
-        }
-    }
-    assert_eq!(s.check_idle(), Ok(()));
-    assert!(s.counters.preemptions > 0, "the memory budget forced nothing");
-    assert!(s.counters.cancelled > 0 && s.counters.failed == 0, "{:?}", s.counters);
-    all.iter().for_each(|(_, seen, _)| drop(end(seen)));
-    let order = admitted.lock().unwrap();
-    assert!(order.is_sorted(), "requests overtook each other");
-}
-
-#[test]
 fn a_decoding_request_waits_for_at_most_one_chunk() {
     let sim = SimOptions { pages: 400, sequences: 3, ..SimOptions::default() };
     let mut s = Scheduler::new(SimModel::new(sim), options(64)).unwrap();
@@ -304,23 +267,6 @@ fn a_decoding_request_waits_for_at_most_one_chunk() {
         calls[first..last].windows(2).all(|w| w != ["read", "read"]),
         "two chunks lie between rounds of a decoding request"
     );
-}
-
-#[test]
-fn a_failed_call_fails_its_requests_and_the_next_one_works() {
-    for after in 0..12 {
-        let mut model = SimModel::new(SimOptions { draft_accuracy: Some(0.5), ..SimOptions::default() });
-        model.fail_after = Some(after);
-        let mut s = Scheduler::new(model, options(64)).unwrap();
-        let (a, b) = (sink(), sink());
-        s.submit(request(ids(1, 200), 20), a.0);
-        run(&mut s);
-        assert!(matches!(end(&a.1), Event::Failed(RequestError::Engine(_)) | Event::Finished { .. }));
-        s.submit(request(ids(1, 200), 20), b.0);
-        run(&mut s);
-        assert_eq!(text(&b.1).len(), 20, "after {after}");
-        assert_eq!(s.check_idle(), Ok(()));
-    }
 }
 
 #[test]
@@ -445,6 +391,9 @@ fn prompt_scores_come_for_every_token_and_do_not_use_the_cache() {
     assert_eq!(scores[70].logprob, Some(want));
 }
 
+mod faults;
+mod lanes;
+mod law;
 mod traffic;
 
 #[test]

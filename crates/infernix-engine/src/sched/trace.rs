@@ -3,7 +3,7 @@
 //! The first line is the header: `{"infernix_trace": 1, "page_tokens", "page_bytes", "state_bytes", "layers", ...}`. Then
 //! `{"at": seconds, "request": n, "prompt": [ids], "markers", "max_tokens", "session"}`,
 //! `{"at", "end": n, "output": [ids], "cached", "rounds", "drafted", "accepted"}`, `{"cache": "snapshot" | "dropped_snapshot" |
-//! "dropped_block" | "restored", ...}` and `{"routing": [[[expert, ...] by row] by layer]}`. The file is readable by its owner
+//! "dropped_block" | "restored", ...}` and `{"call": "prompt" | "decode", "routing": [[[expert, ...] by row] by layer]}`. The file is readable by its owner
 //! alone: ids are text.
 
 use super::Limits;
@@ -20,9 +20,11 @@ use std::time::Duration;
 /// Version of the lines.
 pub(crate) const VERSION: u64 = 1;
 
-/// Writes a trace. A write that fails ends the recording; requests go on.
+/// Writes a trace. A write that fails ends the recording; requests go on, and the end of the recording says so.
 pub(crate) struct Recorder {
     out: Option<BufWriter<File>>,
+    name: String,
+    failed: Option<String>,
 }
 
 impl Recorder {
@@ -34,7 +36,15 @@ impl Recorder {
         let file = options
             .open(path)
             .map_err(|e| EngineError::Source { name: path.display().to_string(), source: e.into() })?;
-        let mut r = Recorder { out: Some(BufWriter::new(file)) };
+        #[cfg(unix)]
+        if file.metadata().is_ok_and(|m| m.is_file()) {
+            // The mode above is that of a new file only.
+            let own = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+            file.set_permissions(own)
+                .map_err(|e| EngineError::Source { name: path.display().to_string(), source: e.into() })?;
+        }
+        let mut r =
+            Recorder { out: Some(BufWriter::new(file)), name: path.display().to_string(), failed: None };
         r.line(&json!({
             "infernix_trace": VERSION, "page_tokens": PAGE_TOKENS, "page_bytes": limits.page_bytes,
             "pages": limits.pages, "sequences": limits.sequences, "vocab": limits.vocab,
@@ -43,10 +53,27 @@ impl Recorder {
     }
 
     fn line(&mut self, value: &Value) {
+        self.write(|out| writeln!(out, "{value}"));
+    }
+
+    fn write(&mut self, f: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>) {
         let Some(out) = &mut self.out else { return };
-        if writeln!(out, "{value}").is_err() {
-            self.out = None;
+        if let Err(e) = f(out) {
+            self.failed = Some(format!("the trace {} is incomplete: {e}", self.name));
+            // What is buffered must not be tried again when the file is closed.
+            if let Some(out) = self.out.take() {
+                drop(out.into_parts());
+            }
         }
+    }
+
+    /// Writes what is buffered.
+    ///
+    /// # Errors
+    /// Why the trace is incomplete.
+    pub(crate) fn finish(&mut self) -> Result<(), String> {
+        self.write(BufWriter::flush);
+        self.failed.clone().map_or(Ok(()), Err)
     }
 
     pub(crate) fn request(&mut self, at: Duration, id: RequestId, r: &Request) {
@@ -61,9 +88,7 @@ impl Recorder {
             "at": at.as_secs_f64(), "end": id.0, "output": output, "cached": u.cached, "rounds": u.rounds,
             "drafted": u.drafted, "accepted": u.accepted,
         }));
-        if self.out.as_mut().is_some_and(|out| out.flush().is_err()) {
-            self.out = None;
-        }
+        self.write(BufWriter::flush);
     }
 
     pub(crate) fn cache(&mut self, event: CacheEvent) {
@@ -79,9 +104,55 @@ impl Recorder {
         });
     }
 
-    pub(crate) fn routing(&mut self, layers: &[Vec<Vec<u32>>]) {
+    pub(crate) fn routing(&mut self, call: &str, layers: &[Vec<Vec<u32>>]) {
         if layers.iter().any(|l| !l.is_empty()) {
-            self.line(&json!({ "routing": layers }));
+            self.line(&json!({ "call": call, "routing": layers }));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits() -> Limits {
+        Limits {
+            sequences: 1,
+            pages: 4,
+            page_bytes: 10,
+            max_positions: 100,
+            vocab: 10,
+            drafts: false,
+            saves: true,
+        }
+    }
+
+    #[test]
+    fn a_full_disk_ends_the_recording_and_says_so() {
+        let full = Path::new("/dev/full");
+        if !full.exists() {
+            return;
+        }
+        let mut r = Recorder::create(full, &limits()).unwrap();
+        for n in 0..1000 {
+            r.end(Duration::ZERO, RequestId(n), &[1, 2, 3], &Usage::default());
+        }
+        assert!(r.finish().unwrap_err().contains("/dev/full is incomplete"));
+    }
+
+    #[test]
+    fn a_trace_is_readable_by_its_owner_alone_and_begins_with_its_version() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trace");
+        // Also where the file was there before, for everybody to read.
+        std::fs::write(&path, "old").unwrap();
+        Recorder::create(&path, &limits()).unwrap().finish().unwrap();
+        #[cfg(unix)]
+        {
+            let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
+            assert_eq!(mode & 0o777, 0o600);
+        }
+        assert!(std::fs::read_to_string(&path).unwrap().starts_with("{\"infernix_trace\":1,"));
+        assert!(Recorder::create(folder.path(), &limits()).is_err(), "a folder is no file");
     }
 }

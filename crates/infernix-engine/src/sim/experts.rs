@@ -1,5 +1,7 @@
-//! Which experts to keep where the model is larger than the device: policies over a recorded or made-up routing.
+//! Which experts to keep where the model is larger than the device: the engine's policy over a recorded or made-up routing,
+//! beside the simplest one and the best that there can be.
 
+use crate::residency::{Move, Residency};
 use std::collections::{BTreeSet, HashMap};
 
 /// An expert of the whole model: layer and number.
@@ -10,8 +12,8 @@ pub type Expert = (u32, u32);
 pub enum ExpertPolicy {
     /// The one not used for longest.
     Lru,
-    /// The one with the least uses per time since its last (engine.md 6.3: global, over evicted ones too).
-    Lfru,
+    /// What the engine does: [`Residency`], whose moves take effect a round later and are bounded.
+    Engine,
     /// The one whose next use is farthest: no policy misses less (Belady 1966).
     Optimum,
 }
@@ -32,65 +34,36 @@ impl ExpertHits {
     }
 }
 
-/// The frames of a device and the policy over them.
-#[derive(Clone, Debug)]
-pub struct ExpertCache {
+/// Frames of a device under a policy that brings every missing expert at once.
+struct Frames {
     frames: usize,
-    policy: ExpertPolicy,
     resident: HashMap<Expert, u64>,
-    /// Uses and last use of every expert ever seen.
-    seen: HashMap<Expert, (f64, u64)>,
-    /// Resident experts by their key under [`ExpertPolicy::Lru`] and [`ExpertPolicy::Optimum`].
+    /// Residents by the key that says who goes first.
     order: BTreeSet<(u64, Expert)>,
-    time: u64,
 }
 
-impl ExpertCache {
-    /// An empty cache of `frames` frames.
-    pub fn new(frames: usize, policy: ExpertPolicy) -> Self {
-        let (resident, seen, order) = (HashMap::new(), HashMap::new(), BTreeSet::new());
-        ExpertCache { frames, policy, resident, seen, order, time: 0 }
-    }
-
-    /// Uses an expert; `next` is when it is used again (only the optimum asks). Gives whether it was resident.
-    pub fn touch(&mut self, expert: Expert, next: u64) -> bool {
-        self.time += 1;
-        let seen = self.seen.entry(expert).or_insert((0.0, 0));
-        *seen = (seen.0 + 1.0, self.time);
-        // Both orders give up their first: the oldest use, or the farthest next one.
-        let key = if self.policy == ExpertPolicy::Optimum { u64::MAX - next } else { self.time };
-        if let Some(old) = self.resident.insert(expert, key) {
+impl Frames {
+    /// Uses an expert; the resident of the least key makes room. Gives whether it was resident.
+    fn touch(&mut self, expert: Expert, key: u64) -> bool {
+        let old = self.resident.insert(expert, key);
+        if let Some(old) = old {
             self.order.remove(&(old, expert));
-            self.order.insert((key, expert));
-            return true;
         }
         self.order.insert((key, expert));
-        if self.resident.len() > self.frames {
-            let victim = match self.policy {
-                ExpertPolicy::Lfru => self.least_frequent(expert),
-                _ => self.order.first().map(|o| o.1),
-            };
-            if let Some((victim, key)) = victim.and_then(|v| self.resident.remove_entry(&v)) {
-                self.order.remove(&(key, victim));
-            }
+        if self.resident.len() > self.frames
+            && let Some((_, victim)) = self.order.pop_first()
+        {
+            self.resident.remove(&victim);
         }
-        false
-    }
-
-    /// Of the residents not used for longest, the one with the least uses per age; ties to the lower id. Looking at 64
-    /// of them is as good as looking at all: the rest were used lately.
-    fn least_frequent(&self, new: Expert) -> Option<Expert> {
-        let score = |e: &Expert| {
-            let (uses, last) = self.seen[e];
-            uses / (self.time - last + 1) as f64
-        };
-        let old = self.order.iter().map(|o| o.1).filter(|e| *e != new).take(64);
-        old.min_by(|a, b| score(a).total_cmp(&score(b)).then(a.cmp(b)))
+        old.is_some()
     }
 }
 
 /// Runs a routing (by call, layer, row) through a cache. Experts of one layer and call count once.
 pub fn simulate(routing: &[Vec<Vec<Vec<u32>>>], frames: usize, policy: ExpertPolicy) -> ExpertHits {
+    if policy == ExpertPolicy::Engine {
+        return engine(routing, frames);
+    }
     let mut uses: Vec<Expert> = Vec::new();
     for call in routing {
         for (layer, rows) in call.iter().enumerate() {
@@ -98,19 +71,42 @@ pub fn simulate(routing: &[Vec<Vec<Vec<u32>>>], frames: usize, policy: ExpertPol
             uses.extend(distinct.into_iter().map(|e| (layer as u32, e)));
         }
     }
-    let mut next = vec![u64::MAX >> 1; uses.len()];
+    // Both give up the least key: the oldest use, or the farthest next one.
+    let mut keys: Vec<u64> = (0..uses.len() as u64).collect();
     if policy == ExpertPolicy::Optimum {
         let mut later = HashMap::new();
         for (t, expert) in uses.iter().enumerate().rev() {
-            if let Some(n) = later.insert(*expert, t as u64) {
-                next[t] = n;
-            }
+            let next = later.insert(*expert, t as u64);
+            // Never again goes before all others, the earliest of them first.
+            keys[t] = next.map_or(t as u64, |n| u64::MAX - n);
         }
     }
-    let mut cache = ExpertCache::new(frames, policy);
+    let mut cache = Frames { frames, resident: HashMap::new(), order: BTreeSet::new() };
     let mut hits = ExpertHits { uses: uses.len() as u64, misses: 0 };
-    for (expert, next) in uses.into_iter().zip(next) {
-        hits.misses += u64::from(!cache.touch(expert, next));
+    for (expert, key) in uses.into_iter().zip(keys) {
+        hits.misses += u64::from(!cache.touch(expert, key));
+    }
+    hits
+}
+
+/// The engine's own policy, as its decode rounds run it.
+fn engine(routing: &[Vec<Vec<Vec<u32>>>], frames: usize) -> ExpertHits {
+    let layers = routing.iter().map(Vec::len).max().unwrap_or(0);
+    let width = 1 + routing.iter().flatten().flatten().flatten().copied().max().unwrap_or(0) as usize;
+    let ranges: Vec<_> = (0..layers).map(|l| l * width..(l + 1) * width).collect();
+    let mut residency = Residency::new(layers * width, frames.min(layers * width), Residency::even(&ranges));
+    let mut hits = ExpertHits::default();
+    let mut moving: Vec<Move> = Vec::new();
+    for call in routing {
+        residency.end_moves(&moving);
+        moving = residency.begin_moves(|_, _| true);
+        for (layer, rows) in call.iter().enumerate() {
+            let ids = rows.iter().flatten().map(|e| layer * width + *e as usize);
+            let uses = residency.note(ids.collect());
+            hits.uses += uses.experts;
+            hits.misses += uses.missing;
+        }
+        residency.advance(call.iter().map(Vec::len).max().unwrap_or(0));
     }
     hits
 }
@@ -166,16 +162,20 @@ pub fn synthetic_routing(
 mod tests {
     use super::*;
 
+    /// The engine may move only a few experts a round, so that on a short run it is behind policies that bring every missing
+    /// one at once; over a longer one it must be near them, and nothing beats the optimum.
     #[test]
-    fn no_policy_beats_the_optimum_and_lfru_beats_lru() {
-        let routing = synthetic_routing(1, 400, 8, 64, 6, 1.2, 0.3);
+    fn the_engines_expert_policy_is_near_lru_in_the_long_run_and_nothing_beats_the_optimum() {
+        let routing = synthetic_routing(1, 4000, 8, 64, 6, 1.2, 0.3);
         for frames in [64, 128, 256] {
-            let [lru, lfru, best] = [ExpertPolicy::Lru, ExpertPolicy::Lfru, ExpertPolicy::Optimum]
+            let [lru, own, best] = [ExpertPolicy::Lru, ExpertPolicy::Engine, ExpertPolicy::Optimum]
                 .map(|p| simulate(&routing, frames, p).rate());
-            assert!(best >= lfru && best >= lru, "{frames}: {lru} {lfru} {best}");
-            assert!(lfru > lru - 0.01, "{frames}: {lru} {lfru}");
+            assert!(best >= own && best >= lru, "{frames}: {lru} {own} {best}");
+            assert!(own > lru - 0.01, "{frames}: {lru} {own}");
+            assert!(own > 0.75 * best, "{frames}: {own} {best}");
         }
         assert_eq!(simulate(&routing, 8 * 64, ExpertPolicy::Lru).misses, 8 * 64 - unused(&routing));
+        assert_eq!(simulate(&routing, 8 * 64, ExpertPolicy::Engine).misses, 0);
     }
 
     fn unused(routing: &[Vec<Vec<Vec<u32>>>]) -> u64 {

@@ -98,8 +98,24 @@ pub struct SimModel {
     /// Answers by sampler seed: length of the prompt, tokens (after the last: the stop token).
     answers: HashMap<u64, (usize, Vec<u32>)>,
     draws: u64,
-    /// Calls that fail, counted down by every call; `None` = none.
+    /// Calls until one fails, counted down by every call; `None` = none does.
     pub fail_after: Option<usize>,
+    /// How it fails.
+    pub fault: Fault,
+}
+
+/// How a planted failure shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Fault {
+    /// An error of the call.
+    #[default]
+    Error,
+    /// An error of this and every later call.
+    Lasting,
+    /// A panic.
+    Panic,
+    /// The backend is unusable from here on.
+    Poison,
 }
 
 /// Ends scripted answers.
@@ -121,6 +137,7 @@ impl SimModel {
             answers: HashMap::new(),
             draws: 0,
             fail_after: None,
+            fault: Fault::Error,
             options,
         }
     }
@@ -164,8 +181,14 @@ impl SimModel {
         self.clock += seconds;
         match &mut self.fail_after {
             Some(0) => {
-                self.fail_after = None;
-                Err(EngineError::Round("a planted failure".into()))
+                if self.fault != Fault::Lasting {
+                    self.fail_after = None;
+                }
+                match self.fault {
+                    Fault::Panic => std::panic::panic_any("a planted panic".to_owned()),
+                    Fault::Poison => Err(EngineError::Poisoned("a planted poison".into())),
+                    Fault::Error | Fault::Lasting => Err(EngineError::Round("a planted failure".into())),
+                }
             }
             Some(n) => {
                 *n -= 1;

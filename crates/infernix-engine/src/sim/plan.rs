@@ -1,7 +1,8 @@
 //! What a machine would do with a traffic: memory divided, hit rates replayed, speeds estimated.
 
+use super::bound::most_cached;
 use super::experts::{ExpertPolicy, simulate, synthetic_routing};
-use super::replay::{ReplayOptions, Replayed, replay};
+use super::replay::{ReplayOptions, Replayed, replay, replay_clairvoyant};
 use super::{Costs, SimOptions, Trace};
 use crate::error::EngineError;
 use crate::state::PAGE_TOKENS;
@@ -65,8 +66,12 @@ pub struct Plan {
     pub decode: f64,
     /// What the traffic met.
     pub traffic: Replayed,
+    /// The same with an evictor that knows what comes.
+    pub clairvoyant: Replayed,
     /// The same with a prefix cache of unlimited size.
     pub unlimited: Replayed,
+    /// Prompt tokens that no cache of this size could exceed.
+    pub most_cached: u64,
 }
 
 /// Predicts.
@@ -101,14 +106,16 @@ pub fn plan(model: &ModelSizes, machine: &Machine, trace: &Trace) -> Result<Plan
     let host_cache = machine.ram - elsewhere;
     let mut expert_hits = [1.0; 3];
     if frames < all {
-        let fits = |r: &Vec<Vec<Vec<u32>>>| r.len() == layers;
+        // Of this model: as many layers, and no expert that it does not have.
+        let known = |r: &Vec<Vec<Vec<u32>>>| r.iter().flatten().flatten().all(|e| (*e as usize) < per_layer);
+        let fits = |r: &Vec<Vec<Vec<u32>>>| r.len() == layers && known(r);
         let recorded: Vec<_> = trace.routing.iter().filter(|r| fits(r)).cloned().collect();
         let routing = if recorded.is_empty() {
             synthetic_routing(42, 2000, layers, per_layer, top_k, 1.2, 0.3)
         } else {
             recorded
         };
-        let policies = [ExpertPolicy::Lru, ExpertPolicy::Lfru, ExpertPolicy::Optimum];
+        let policies = [ExpertPolicy::Lru, ExpertPolicy::Engine, ExpertPolicy::Optimum];
         expert_hits = policies.map(|p| simulate(&routing, frames, p).rate());
     }
     let picked = (layers * top_k) as f64 * model.expert as f64;
@@ -149,6 +156,8 @@ pub fn plan(model: &ModelSizes, machine: &Machine, trace: &Trace) -> Result<Plan
         expert_hits,
         decode: 1.0 / round,
         traffic: replay(trace, &options(host_cache, machine.snapshots))?,
+        clairvoyant: replay_clairvoyant(trace, &options(host_cache, machine.snapshots))?,
+        most_cached: most_cached(trace, &options(host_cache, machine.snapshots)),
         unlimited: replay(trace, &options(u64::MAX >> 2, u64::MAX >> 2))?,
     })
 }

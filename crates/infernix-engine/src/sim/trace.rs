@@ -4,6 +4,9 @@ use crate::numerics::round::mix;
 use serde_json::Value;
 use std::io::BufRead;
 
+/// Experts of a layer that a trace may name: many more than any model has.
+const MAX_EXPERTS: u32 = 1 << 16;
+
 /// One request of a trace.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TraceRequest {
@@ -24,7 +27,7 @@ pub struct TraceRequest {
 pub struct Trace {
     /// Requests in order of arrival.
     pub requests: Vec<TraceRequest>,
-    /// By model call: by layer: by row: experts.
+    /// By decode round: by layer: by row: experts.
     pub routing: Vec<Vec<Vec<Vec<u32>>>>,
     /// Bytes of a KV page of the model that was recorded; 0 = unknown.
     pub page_bytes: u64,
@@ -71,8 +74,10 @@ impl Trace {
             };
             if let Some(id) = v["request"].as_u64() {
                 order.insert(id, trace.requests.len());
+                // Longer than any recording, and far from what a clock of nanoseconds can hold.
+                let at = v["at"].as_f64().filter(|t| (0.0..1e9).contains(t));
                 trace.requests.push(TraceRequest {
-                    at: v["at"].as_f64().unwrap_or(0.0),
+                    at: at.ok_or_else(|| bad("a request without the seconds of its arrival"))?,
                     prompt: ids(&v["prompt"])?,
                     markers: ids(&v["markers"])?.into_iter().map(|m| m as usize).collect(),
                     output: Vec::new(),
@@ -86,13 +91,24 @@ impl Trace {
             } else if v["cache"] == "snapshot" {
                 trace.state_bytes = trace.state_bytes.max(v["bytes"].as_u64().unwrap_or(0));
             } else if let Some(layers) = v["routing"].as_array() {
-                let rows = |l: &Value| -> Result<Vec<Vec<u32>>, String> {
-                    l.as_array().ok_or_else(|| bad("expected rows"))?.iter().map(ids).collect()
+                let row = |v: &Value| -> Result<Vec<u32>, String> {
+                    let row = ids(v)?;
+                    let beyond = row.iter().find(|e| **e >= MAX_EXPERTS);
+                    beyond.map_or(Ok(()), |e| Err(bad(&format!("expert {e} of at most {MAX_EXPERTS}"))))?;
+                    Ok(row)
                 };
-                trace.routing.push(layers.iter().map(rows).collect::<Result<_, _>>()?);
+                let rows = |l: &Value| -> Result<Vec<Vec<u32>>, String> {
+                    l.as_array().ok_or_else(|| bad("expected rows"))?.iter().map(row).collect()
+                };
+                let layers = layers.iter().map(rows).collect::<Result<_, _>>()?;
+                // Prompts use nearly every expert and stream them; what is resident matters to decode rounds.
+                if v["call"] != "prompt" {
+                    trace.routing.push(layers);
+                }
             }
         }
         trace.requests.retain(|r| !r.prompt.is_empty());
+        trace.requests.sort_by(|a, b| a.at.total_cmp(&b.at));
         Ok(trace)
     }
 
@@ -174,5 +190,56 @@ impl Default for Synthetic {
             session_gap: 300.0,
             think_seconds: 45.0,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEAD: &str = r#"{"infernix_trace": 1, "page_bytes": 100}"#;
+
+    fn read(lines: &[&str]) -> Result<Trace, String> {
+        Trace::read([&[HEAD], lines].concat().join("\n").as_bytes())
+    }
+
+    #[test]
+    fn what_was_recorded_is_read_and_a_torn_last_line_is_no_loss() {
+        let trace = read(&[
+            r#"{"at": 2.5, "request": 2, "prompt": [5], "markers": [], "max_tokens": 1, "session": null}"#,
+            r#"{"at": 1.5, "request": 1, "prompt": [1, 2, 3], "markers": [2], "max_tokens": 4, "session": "a"}"#,
+            r#"{"call": "prompt", "routing": [[[1, 2]], [[3, 4]]]}"#,
+            r#"{"call": "decode", "routing": [[[5, 6]], [[7, 8]]]}"#,
+            r#"{"cache": "snapshot", "tokens": 3, "bytes": 77}"#,
+            r#"{"at": 3.0, "end": 1, "output": [9], "cached": 0, "rounds": 1, "drafted": 3, "accepted": 2}"#,
+            r#"{"at": 3.5, "end": 2, "outp"#,
+        ])
+        .unwrap();
+        let prompts: Vec<&[u32]> = trace.requests.iter().map(|r| &r.prompt[..]).collect();
+        assert_eq!(prompts, [&[1, 2, 3][..], &[5]], "in the order of arrival");
+        assert_eq!(trace.requests[0].output, [9]);
+        assert_eq!(trace.routing, [[[[5, 6]], [[7, 8]]]], "decode rounds only");
+        assert_eq!((trace.page_bytes, trace.state_bytes, trace.rounds, trace.accepted), (100, 77, 1, 2));
+    }
+
+    #[test]
+    fn damaged_traces_are_refused_by_line() {
+        let request = r#"{"at": 1.0, "request": 1, "prompt": [1], "markers": []}"#;
+        for (line, what) in [
+            (r#"{"at": 1.0, "request": 1, "prompt": [-1], "markers": []}"#, "no id"),
+            (r#"{"at": 1.0, "request": 1, "prompt": 7, "markers": []}"#, "list of ids"),
+            (r#"{"at": -1, "request": 1, "prompt": [1], "markers": []}"#, "arrival"),
+            (r#"{"at": 1e300, "request": 1, "prompt": [1], "markers": []}"#, "arrival"),
+            (r#"{"end": 5, "output": []}"#, "without its request"),
+            (r#"{"routing": [[[4000000000]]]}"#, "expert 4000000000"),
+            (r#"{"routing": [3]}"#, "rows"),
+            ("{]", "line 3"),
+        ] {
+            let error = read(&[request, line, request]).unwrap_err();
+            assert!(error.contains("line 3") && error.contains(what), "{line}: {error}");
+        }
+        assert!(Trace::read(&b"\xff\xfe"[..]).is_err());
+        assert!(Trace::read(&b"{}"[..]).unwrap_err().contains("no trace"));
+        assert!(Trace::read(&br#"{"infernix_trace": 2}"#[..]).unwrap_err().contains("version 2"));
     }
 }

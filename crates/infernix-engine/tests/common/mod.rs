@@ -1,6 +1,10 @@
 //! Test models: plain BF16 checkpoints of `shared/`, loaded without a conversion, and reference tensors.
-#![allow(dead_code, reason = "each test file uses a part")]
+#![allow(dead_code, unused_imports, reason = "each test file uses a part")]
 #![allow(clippy::allow_attributes, reason = "an unused expectation would itself be a warning in some files")]
+
+mod cases;
+
+pub(crate) use cases::*;
 
 use infernix_artifact::Artifact;
 use infernix_checkpoint::{Checkpoint, OpenOptions};

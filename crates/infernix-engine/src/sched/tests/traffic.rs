@@ -105,18 +105,32 @@ fn a_shared_head_is_paid_for_once_also_by_requests_that_run_together() {
 }
 
 #[test]
-fn a_small_side_request_evicts_nothing() {
-    // The cache is filled to its last page and byte by one conversation.
-    let mut o = roomy(512);
-    (o.cache.device_bytes, o.cache.host_bytes) = (60_000, 0);
-    let mut s = Scheduler::new(model(60), o).unwrap();
+fn a_side_request_of_fifty_tokens_evicts_nothing() {
     let head = ids(1, 2000);
-    let (_, answer, _) = ask(&mut s, turn(&head, &[], &ids(2, 500)));
-    ask(&mut s, request(ids(9, 50), 20));
-    let history = [&ids(2, 500)[..], &[1, 2, 3], &answer].concat();
-    let shared = head.len() + history.len();
-    let (cached, ..) = ask(&mut s, turn(&head, &history, &ids(3, 100)));
-    assert!(cached * 10 >= shared * 9, "{cached} of {shared}");
+    // The budget of snapshots is full to the last byte, on the device or in RAM; then the pages are, which go to RAM while they
+    // are lent.
+    for (pages, device, host) in [(60, 60_000, 0), (60, 0, 63_000), (43, 60_000, 10_000_000)] {
+        let next_turn = |side: bool| {
+            let mut o = roomy(512);
+            (o.cache.device_bytes, o.cache.host_bytes) = (device, host);
+            let mut s = Scheduler::new(model(pages), o).unwrap();
+            let (_, answer, _) = ask(&mut s, turn(&head, &[], &ids(2, 500)));
+            let held = s.status(true).cache;
+            let snapshots = held.device.snapshots + held.host.snapshots;
+            assert_eq!((snapshots, s.counters.evicted_snapshots), (3, 0), "{held:?}");
+            if side {
+                ask(&mut s, request(ids(9, 50), 20));
+                // Its own snapshot is worth least, so it goes itself.
+                assert!(s.counters.evicted_snapshots <= 1, "{:?}", s.counters);
+            }
+            let history = [&ids(2, 500)[..], &[1, 2, 3], &answer].concat();
+            let shared = head.len() + history.len();
+            let (cached, ..) = ask(&mut s, turn(&head, &history, &ids(3, 100)));
+            assert!(cached * 10 >= shared * 9, "{cached} of {shared}");
+            cached
+        };
+        assert_eq!(next_turn(true), next_turn(false), "{pages} pages");
+    }
 }
 
 #[test]

@@ -1,0 +1,191 @@
+//! Traces and the prefix-cache file as a user meets them: recorded by `run` and `serve`, read by `plan`, damaged, on a full disk,
+//! and with flags that contradict each other.
+
+mod common;
+
+use common::{Run, demo, finish, program, scratch};
+use serde_json::Value;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// `infernix` over the demo, whose conversion is kept in `cache`.
+fn infernix(cache: &Path, args: &[&str]) -> Run {
+    let (command, rest) = args.split_first().expect("a command");
+    finish(program().env("INFERNIX_CACHE", cache).arg(command).arg(demo()).args(rest))
+}
+
+fn plan(cache: &Path, trace: &Path) -> Run {
+    let trace = trace.to_str().expect("text");
+    infernix(cache, &["plan", "--trace", trace, "--json", "--vram-mib", "1024", "--kv-capacity", "4096"])
+}
+
+fn lines(trace: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(trace).expect("a trace");
+    text.lines().map(|l| serde_json::from_str(l).expect("a document a line")).collect()
+}
+
+const RUN: [&str; 7] =
+    ["run", "--greedy", "--raw", "-m", "24", "-p", "The colours are red, green and blue. "];
+
+#[test]
+fn plan_reads_what_run_and_serve_recorded() {
+    let cache = scratch();
+    let trace = cache.path().join("run.trace");
+    let flag = format!("--record-trace={}", trace.display());
+    infernix(cache.path(), &[&RUN[..], &[&flag]].concat()).ok();
+    let all = lines(&trace);
+    assert_eq!(all[0]["infernix_trace"], 1);
+    for key in ["request", "end", "routing", "cache"] {
+        assert!(all.iter().any(|l| !l[key].is_null()), "no {key} in the trace");
+    }
+    let text = std::fs::read_to_string(&trace).expect("a trace");
+    assert!(!text.contains("colour"), "ids only");
+    let planned = plan(cache.path(), &trace).ok().json();
+    assert_eq!((&planned["traffic"], &planned["routing"]), (&"recorded".into(), &"recorded".into()));
+    assert_eq!(planned["plans"][0]["requests"], 1);
+
+    let trace = cache.path().join("serve.trace");
+    let mut child = program()
+        .env("INFERNIX_CACHE", cache.path())
+        .env_remove("INFERNIX_API_KEY")
+        .args(["--progress", "none", "serve", "--port", "0"])
+        .arg(format!("--record-trace={}", trace.display()))
+        .arg(demo())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("starts");
+    let mut said = BufReader::new(child.stderr.take().expect("piped"));
+    let address = loop {
+        let mut line = String::new();
+        assert!(said.read_line(&mut line).expect("readable") > 0, "it ended");
+        if let Some((_, address)) = line.trim().rsplit_once(" at http://") {
+            break address.to_owned();
+        }
+    };
+    let body = r#"{"prompt": "The colours are red, green and blue.", "max_tokens": 8, "temperature": 0}"#;
+    for _ in 0..2 {
+        let mut stream = std::net::TcpStream::connect(&address).expect("connects");
+        write!(
+            stream,
+            "POST /v1/completions HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\ncontent-type: application/json\r\n\
+             content-length: {}\r\n\r\n{body}",
+            body.len()
+        )
+        .expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+    assert!(Command::new("kill").arg(child.id().to_string()).status().expect("kill is there").success());
+    assert_eq!(child.wait().expect("ends").code(), Some(0));
+    assert_eq!(lines(&trace).iter().filter(|l| !l["end"].is_null()).count(), 2);
+    let planned = plan(cache.path(), &trace).ok().json();
+    assert_eq!(planned["plans"][0]["requests"], 2);
+}
+
+#[test]
+fn a_damaged_trace_is_an_error_with_its_line_and_a_torn_end_is_none() {
+    let cache = scratch();
+    let trace = cache.path().join("trace");
+    infernix(cache.path(), &[&RUN[..], &[&format!("--record-trace={}", trace.display())]].concat()).ok();
+    let good = std::fs::read_to_string(&trace).expect("a trace");
+    std::fs::write(&trace, &good[..good.len() - 7]).expect("written");
+    plan(cache.path(), &trace).ok();
+    for (bad, words) in [
+        (good.replacen("\"infernix_trace\":1", "\"infernix_trace\":9", 1), "version 9"),
+        (good.replacen("\"prompt\":[", "\"prompt\":[-1,", 1), "line 2"),
+        (format!("{}\n{{]\n{good}", good.lines().next().expect("a head")), "line 2"),
+        ("no trace at all".to_owned(), "line 1"),
+        (String::new(), "no requests"),
+    ] {
+        std::fs::write(&trace, &bad).expect("written");
+        let run = plan(cache.path(), &trace);
+        let code = run.code;
+        assert!(code == 1 || code == 2, "{}", run.stderr);
+        run.fails(code, &[words]);
+    }
+    plan(cache.path(), &cache.path().join("missing")).fails(1, &["missing", "cannot be opened"]);
+}
+
+#[test]
+fn a_full_disk_and_a_damaged_cache_file_cost_the_file_and_not_the_answer() {
+    let cache = scratch();
+    let plain = infernix(cache.path(), &RUN).ok();
+    if Path::new("/dev/full").exists() {
+        let run = infernix(cache.path(), &[&RUN[..], &["--record-trace", "/dev/full"]].concat()).ok();
+        assert_eq!(run.stdout, plain.stdout);
+        assert!(run.stderr.contains("/dev/full is incomplete"), "{}", run.stderr);
+    }
+    let folder = cache.path().join("no/such/folder/file");
+    let run = infernix(
+        cache.path(),
+        &[&RUN[..], &["--prefix-cache-file", folder.to_str().expect("text")]].concat(),
+    )
+    .ok();
+    assert_eq!(run.stdout, plain.stdout);
+    assert!(run.stderr.contains("no/such/folder"), "{}", run.stderr);
+
+    // Long enough to leave a snapshot behind.
+    let long = "The colours are red, green and blue. ".repeat(12);
+    let file = cache.path().join("prefixes");
+    let flags = ["run", "--raw", "--greedy", "-m", "8", "--json", "-p", &long, "--prefix-cache-file"];
+    let ask = || infernix(cache.path(), &[&flags[..], &[file.to_str().expect("text")]].concat()).ok();
+    let cold = ask();
+    assert_eq!(cold.json()["cached_tokens"], 0);
+    let good = std::fs::read(&file).expect("a cache file");
+    let warm = ask();
+    assert!(warm.json()["cached_tokens"].as_u64() > Some(64), "{}", warm.stdout);
+    assert_eq!(warm.json()["ids"], cold.json()["ids"]);
+    for damaged in [good[..good.len() / 2].to_vec(), vec![0; 100], Vec::new(), {
+        let mut d = good.clone();
+        d[good.len() / 3] ^= 4;
+        d
+    }] {
+        std::fs::write(&file, damaged).expect("written");
+        let run = ask();
+        assert_eq!(run.json()["ids"], cold.json()["ids"]);
+        assert_eq!(run.json()["cached_tokens"], 0);
+        assert!(run.stderr.contains("ignored"), "{}", run.stderr);
+        // It has been replaced by a good one.
+        assert!(ask().json()["cached_tokens"].as_u64() > Some(64));
+    }
+}
+
+#[test]
+fn flags_that_cannot_hold_together_are_refused() {
+    let cache = scratch();
+    let same = cache.path().join("same").to_str().expect("text").to_owned();
+    for (flags, words) in [
+        (vec!["--spec", "off", "--draft-tokens", "3"], "--draft-tokens has no effect"),
+        (vec!["--spec", "off", "--lm-head-draft"], "--lm-head-draft has no effect"),
+        (vec!["--spec", "mtp", "--ngram-draft-tokens", "4"], "--ngram-draft-tokens has no effect"),
+        (vec!["--lm-head-draft"], "--proposal"),
+        (vec!["--draft-tokens", "8"], "0..=7"),
+        (vec!["--ngram-draft-tokens", "32"], "0..=31"),
+        (vec!["--no-prefix-cache", "--prefix-cache-file", &same], "cannot be used with"),
+        (vec!["--record-trace", &same, "--prefix-cache-file", &same], "the same file"),
+        (vec!["--max-concurrency", "9"], "1..=8"),
+        (vec!["--prefill-chunk", "0"], "prefill-chunk"),
+    ] {
+        infernix(cache.path(), &[&RUN[..], &flags].concat()).fails(2, &[words]);
+    }
+    // What switches something off twice is no contradiction.
+    infernix(cache.path(), &[&RUN[..], &["--spec", "off", "--draft-tokens", "0"]].concat()).ok();
+}
+
+#[test]
+fn plan_works_without_a_trace_and_says_what_is_too_small() {
+    let cache = scratch();
+    let made_up = ["plan", "--json", "--sessions", "3", "--turns", "4", "--context", "20000", "--vram-mib"];
+    let planned = infernix(cache.path(), &[&made_up[..], &["1024,2048"]].concat()).ok().json();
+    let plans = planned["plans"].as_array().expect("plans");
+    assert_eq!((plans.len(), &planned["traffic"]), (2, &"synthetic".into()));
+    for p in plans {
+        let tokens = |key: &str| p[key].as_u64().expect("a count");
+        assert!(tokens("cached_tokens") <= tokens("cached_tokens_bound"), "{p}");
+        assert!(tokens("cached_tokens_clairvoyant") <= tokens("cached_tokens_bound"), "{p}");
+    }
+    infernix(cache.path(), &[&made_up[..], &["1"]].concat()).fails(1, &["device memory"]);
+    infernix(cache.path(), &["plan", "--link", "0"]).fails(2, &["--link"]);
+}
