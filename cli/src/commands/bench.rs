@@ -65,6 +65,7 @@ pub(crate) fn run(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Ou
                     repeat: args.routing_repeat,
                     seed: args.seed,
                 }),
+                prompt_rows: args.prefill_chunk,
                 profile: args.profile.is_some(),
                 ..CudaOptions::default()
             };
