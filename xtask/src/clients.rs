@@ -417,7 +417,7 @@ impl Driver<'_> {
             let how = status.map_or("ran out of time".to_owned(), |code| format!("exit {code}"));
             let _ = write!(report, ": {how}\n{}\n{}", tail(&said), tail(&complaint));
         } else if client == "openapi" {
-            let cases = said.lines().find(|l| l.contains("generated")).unwrap_or_default();
+            let cases = said.lines().find(|l| l.contains(" generated, ")).unwrap_or_default();
             let _ = write!(report, ": {}", cases.trim());
         } else if SINGLE.contains(&client) {
             let _ = write!(report, ": {}", said.trim().lines().last().unwrap_or_default());
