@@ -80,7 +80,7 @@ pub(crate) enum Command {
     /// Join reports of kld, ppl, bench and replay into one self-contained page
     Report(ReportArgs),
     /// Measure prompt and generation throughput in process, or the speed of a server
-    Bench(BenchArgs),
+    Bench(Box<BenchArgs>),
     /// Predict hit rates and speeds of a machine from recorded or made-up traffic
     Plan(PlanArgs),
     /// Play an agent workload against one or several servers and compare them

@@ -44,7 +44,9 @@ fn kld(p: &[f32], q: &[f32]) -> f64 {
 
 #[test]
 fn recipes_run_as_close_to_lossless_as_rounding_allows() {
-    let cases: [(&str, &str, &[(&str, &str)]); 12] = [
+    /// Recipe, fixture, and the folders of its other sources.
+    type Case<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)]);
+    let cases: [Case; 12] = [
         ("flash-demo-nvfp4", "qwen3_8_flash_next_nvfp4", &[]),
         ("flash-demo-nvfp4", "qwen3_8_flash_next_nvfp4_dense8", &[]),
         ("flash-tiny-fp8", "qwen3_8_flash_next_fp8", &[]),
