@@ -77,7 +77,8 @@ fn seeds(target: &str) -> Vec<Vec<u8>> {
 #[test]
 fn changed_seeds_neither_panic_nor_allocate_beyond_the_bound() {
     let rounds = std::env::var("INFERNIX_FUZZ_ROUNDS").ok().and_then(|n| n.parse().ok()).unwrap_or(1500);
-    let targets: [(&str, fn(&Path, &[u8])); 3] =
+    type Reader = fn(&Path, &[u8]);
+    let targets: [(&str, Reader); 3] =
         [("checkpoint", entry::checkpoint), ("gguf", entry::gguf), ("artifact", entry::artifact)];
     for (name, run) in targets {
         let folder = tempfile::tempdir().unwrap();
