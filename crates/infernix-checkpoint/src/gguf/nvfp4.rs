@@ -63,7 +63,7 @@ mod tests {
         // Value i of sub-block s has code (i + s) % 16.
         let mut block = vec![10, 11, 12, 13];
         for s in 0..4u8 {
-            block.extend((0..8u8).map(|j| (j + s) % 16 | ((j + 8 + s) % 16) << 4));
+            block.extend((0..8u8).map(|j| ((j + s) % 16) | (((j + 8 + s) % 16) << 4)));
         }
         let (mut codes, mut scales) = (Vec::new(), Vec::new());
         Plane::Codes.take(&block, &mut codes);
