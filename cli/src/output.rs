@@ -61,7 +61,12 @@ pub(crate) fn write_report(path: &std::path::Path, text: &str) -> anyhow::Result
         std::fs::write(&partial, text)?;
         std::fs::rename(&partial, path)
     };
-    write().with_context(|| format!("{} cannot be written", path.display()))?;
+    let written = write();
+    if written.is_err() {
+        // Half a file, perhaps on a full disk, helps nobody.
+        let _ = std::fs::remove_file(&partial);
+    }
+    written.with_context(|| format!("{} cannot be written", path.display()))?;
     note(&format!("wrote {}", path.display()));
     Ok(())
 }
