@@ -249,11 +249,6 @@ impl State {
     ) -> Result<(Arc<Self>, Vec<Value>)> {
         let folder = state_folder(out);
         if folder.exists() {
-            if resume == Resume::No {
-                // Tell a running conversion from an abandoned one.
-                drop(Lock::acquire(&folder)?);
-                return Err(ArtifactError::StateExists { path: folder });
-            }
             refuse_foreign(&folder)?;
         } else {
             if !folder_of(out).is_dir() {
@@ -269,7 +264,12 @@ impl State {
             }
             io.sync_folder(folder_of(out))?;
         }
+        // Whoever locks a folder without a journal starts the conversion, whoever made the folder: of two runs that begin
+        // together one goes on. With a journal it tells a running conversion from an abandoned one.
         let lock = Lock::acquire(&folder)?;
+        if resume == Resume::No && folder.join("journal.jsonl").exists() {
+            return Err(ArtifactError::StateExists { path: folder });
+        }
         let (mut journal, mut lines) = Journal::open(folder.join("journal.jsonl"), &io)?;
         if lines.is_empty() {
             journal.append(&[json!({"journal": 1, "key": key.to_value()})])?;
