@@ -17,7 +17,7 @@ fn infernix(cache: &Path, args: &[&str]) -> Run {
 
 fn plan(cache: &Path, trace: &Path) -> Run {
     let trace = trace.to_str().expect("text");
-    infernix(cache, &["plan", "--trace", trace, "--json", "--vram-mib", "1024", "--kv-capacity", "4096"])
+    infernix(cache, &["plan", "--trace", trace, "--json", "--vram-mib", "2048", "--kv-capacity", "4096"])
 }
 
 fn lines(trace: &Path) -> Vec<Value> {
@@ -25,8 +25,10 @@ fn lines(trace: &Path) -> Vec<Value> {
     text.lines().map(|l| serde_json::from_str(l).expect("a document a line")).collect()
 }
 
-const RUN: [&str; 7] =
-    ["run", "--greedy", "--raw", "-m", "24", "-p", "The colours are red, green and blue. "];
+/// Longer than a page of the cache, or there is nothing to keep of it.
+const PROMPT: &str = "The colours are red, green and blue. The shapes are round, square and long. Of every colour and shape \
+    there is one thing: a red ball, a green box, a blue rope, a red plate, a green book and a blue line. Which thing is";
+const RUN: [&str; 7] = ["run", "--greedy", "--raw", "-m", "24", "-p", PROMPT];
 
 #[test]
 fn plan_reads_what_run_and_serve_recorded() {
@@ -63,7 +65,7 @@ fn plan_reads_what_run_and_serve_recorded() {
             break address.to_owned();
         }
     };
-    let body = r#"{"prompt": "The colours are red, green and blue.", "max_tokens": 8, "temperature": 0}"#;
+    let body = format!(r#"{{"prompt": "{PROMPT}", "max_tokens": 8, "temperature": 0}}"#);
     for _ in 0..2 {
         let mut stream = std::net::TcpStream::connect(&address).expect("connects");
         write!(
@@ -178,7 +180,7 @@ fn flags_that_cannot_hold_together_are_refused() {
 fn plan_works_without_a_trace_and_says_what_is_too_small() {
     let cache = scratch();
     let made_up = ["plan", "--json", "--sessions", "3", "--turns", "4", "--context", "20000", "--vram-mib"];
-    let planned = infernix(cache.path(), &[&made_up[..], &["1024,2048"]].concat()).ok().json();
+    let planned = infernix(cache.path(), &[&made_up[..], &["2048,4096"]].concat()).ok().json();
     let plans = planned["plans"].as_array().expect("plans");
     assert_eq!((plans.len(), &planned["traffic"]), (2, &"synthetic".into()));
     for p in plans {
