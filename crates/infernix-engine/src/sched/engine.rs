@@ -228,6 +228,9 @@ impl<R: Runner> Worker<R> {
                 _ => {}
             }
         };
+        // Whoever hears that the engine has stopped finds it so everywhere.
+        self.scheduler.stopped = Some(why.clone());
+        self.report(false);
         // Requests are answered before anything is saved.
         drop(catch_unwind(AssertUnwindSafe(|| self.scheduler.stop(&why))));
         while let Ok(command) = self.receiver.try_recv() {
@@ -235,8 +238,6 @@ impl<R: Runner> Worker<R> {
                 sink(super::Event::Failed(RequestError::Stopped(why.clone())));
             }
         }
-        // Saving may take a while; nobody is to wait for it.
-        self.scheduler.stopped = Some(why.clone());
         self.report(false);
         let integrity = self.scheduler.check_idle();
         let trace = self.scheduler.finish_trace();
