@@ -188,7 +188,14 @@ fn illegal(ty: GgmlType, b: &[u8]) -> Option<Illegal> {
             let word = iquants::iq1_m_scale(b);
             (word & 0x7C00 == 0x7C00).then_some((d, u32::from(word), 0, FINITE))
         }
-        GgmlType::Mxfp4 => (b[0] == 0xFF).then_some((d, 0xFF, 0, "E8M0 word 255 is NaN")),
+        GgmlType::Mxfp4 if b[0] == 0xFF => Some((d, 0xFF, 0, "E8M0 word 255 is NaN")),
+        // 4 x 2^126 and 2 x 2^127 are beyond FP32.
+        GgmlType::Mxfp4 if b[0] >= 0xFD => {
+            let mut values = [0f32; 32];
+            legacy::mxfp4(b, &mut values);
+            let beyond = values.iter().position(|v| v.is_infinite());
+            beyond.map(|i| (d, u32::from(b[0]), i, "a value must not exceed FP32"))
+        }
         // A word 0x7F is legal here: the format defines it as zero.
         GgmlType::Nvfp4 => (0..4)
             .find(|&i| b[i] & 0x80 != 0)
@@ -198,7 +205,7 @@ fn illegal(ty: GgmlType, b: &[u8]) -> Option<Illegal> {
 }
 
 /// Checks the scales of whole rows of `row_len` values each, the first of them row `first_row` of its tensor: FP16
-/// scales and minima must be finite, E8M0 scales numbers, UE4M3 scales without a sign. Plain types (F32, F16, BF16) and
+/// scales and minima must be finite, E8M0 scales numbers whose values FP32 holds, UE4M3 scales without a sign. Plain types (F32, F16, BF16) and
 /// codes have no illegal words.
 ///
 /// # Errors
@@ -262,6 +269,11 @@ mod tests {
         let mut block = [0u8; 17];
         block[0] = 0xFF;
         assert!(validate(GgmlType::Mxfp4, &block, 32, 0).is_err());
+        (block[0], block[4]) = (0xFD, 0x05);
+        validate(GgmlType::Mxfp4, &block, 32, 0).expect("3 x 2^126 is within FP32");
+        block[4] = 0x06;
+        let err = validate(GgmlType::Mxfp4, &block, 32, 0).unwrap_err();
+        assert!(matches!(err, FormatError::IllegalWord { place: Place { column: 3, .. }, .. }), "{err}");
         // The scale of IQ1_M is spread over four words.
         let mut block = [0u8; 56];
         block[55] = 0x70;
