@@ -3,53 +3,13 @@
 
 mod common;
 
-use common::{demo, finish, infernix, program, scratch};
+use common::{Served, demo, finish, infernix, program, scratch};
 use serde_json::{Value, json};
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
-
-/// A server of the demo, ended when dropped.
-struct Served {
-    child: Child,
-    url: String,
-}
-
-impl Served {
-    fn new(cache: &Path, args: &[&str]) -> Self {
-        let mut child = program()
-            .env("INFERNIX_CACHE", cache)
-            .env_remove("INFERNIX_API_KEY")
-            .args(["--progress", "none", "serve", "--port", "0"])
-            .args(args)
-            .arg(demo())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("starts");
-        let mut lines = BufReader::new(child.stderr.take().expect("piped"));
-        let mut said = String::new();
-        let url = loop {
-            let mut line = String::new();
-            assert!(lines.read_line(&mut line).expect("readable") > 0, "it ended: {said}");
-            if let Some((_, address)) = line.trim().rsplit_once(" at http://") {
-                break format!("http://{address}");
-            }
-            said += &line;
-        };
-        // Nobody waits for the rest, but a full pipe would stop the server.
-        std::thread::spawn(move || std::io::copy(&mut lines, &mut std::io::sink()));
-        Self { child, url }
-    }
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 /// Answers every connection with the same bytes, after a pause.
 fn fixed(answer: &'static str, pause: Duration) -> String {
@@ -179,7 +139,7 @@ fn first_tokens_and_rates_agree_with_the_servers_own_log() {
             "bench",
             "serve",
             "--url",
-            &served.url,
+            &served.url(),
             "--num-prompts",
             "7",
             "--max-concurrency",
@@ -263,7 +223,7 @@ fn a_result_that_cannot_be_written_is_printed_all_the_same() {
         "bench",
         "serve",
         "--url",
-        &served.url,
+        &served.url(),
         "--num-prompts",
         "2",
         "--max-concurrency",

@@ -3,11 +3,9 @@
 
 mod common;
 
-use common::{Run, demo, finish, program, scratch};
-use serde_json::Value;
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use common::{Run, Served, demo, finish, program, scratch};
+use serde_json::{Value, json};
 use std::path::Path;
-use std::process::{Command, Stdio};
 
 /// `infernix` over the demo, whose conversion is kept in `cache`.
 fn infernix(cache: &Path, args: &[&str]) -> Run {
@@ -48,39 +46,12 @@ fn plan_reads_what_run_and_serve_recorded() {
     assert_eq!(planned["plans"][0]["requests"], 1);
 
     let trace = cache.path().join("serve.trace");
-    let mut child = program()
-        .env("INFERNIX_CACHE", cache.path())
-        .env_remove("INFERNIX_API_KEY")
-        .args(["--progress", "none", "serve", "--port", "0"])
-        .arg(format!("--record-trace={}", trace.display()))
-        .arg(demo())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("starts");
-    let mut said = BufReader::new(child.stderr.take().expect("piped"));
-    let address = loop {
-        let mut line = String::new();
-        assert!(said.read_line(&mut line).expect("readable") > 0, "it ended");
-        if let Some((_, address)) = line.trim().rsplit_once(" at http://") {
-            break address.to_owned();
-        }
-    };
-    let body = format!(r#"{{"prompt": "{PROMPT}", "max_tokens": 8, "temperature": 0}}"#);
+    let served = Served::new(cache.path(), &[&format!("--record-trace={}", trace.display())]);
+    let body = json!({ "prompt": PROMPT, "max_tokens": 8, "temperature": 0 });
     for _ in 0..2 {
-        let mut stream = std::net::TcpStream::connect(&address).expect("connects");
-        write!(
-            stream,
-            "POST /v1/completions HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\ncontent-type: application/json\r\n\
-             content-length: {}\r\n\r\n{body}",
-            body.len()
-        )
-        .expect("sent");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("an answer");
-        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        served.post("/v1/completions", &body);
     }
-    assert!(Command::new("kill").arg(child.id().to_string()).status().expect("kill is there").success());
-    assert_eq!(child.wait().expect("ends").code(), Some(0));
+    assert_eq!(served.terminate(), 0);
     assert_eq!(lines(&trace).iter().filter(|l| !l["end"].is_null()).count(), 2);
     let planned = plan(cache.path(), &trace).ok().json();
     assert_eq!(planned["plans"][0]["requests"], 2);

@@ -5,8 +5,11 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 pub(crate) const RECIPE: &str = "qwen3_8_flash_next_nvfp4";
 /// Splits the demo into four files.
@@ -85,6 +88,80 @@ pub(crate) fn finish(command: &mut Command) -> Run {
 
 pub(crate) fn infernix<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Run {
     finish(program().args(args))
+}
+
+/// A server of the demo on a port of its own, ended when dropped.
+pub(crate) struct Served {
+    child: Child,
+    pub(crate) address: String,
+    /// What it said before it was ready.
+    pub(crate) said: String,
+}
+
+impl Served {
+    pub(crate) fn new(cache: &Path, args: &[&str]) -> Self {
+        let mut child = program()
+            .env("INFERNIX_CACHE", cache)
+            .env_remove("INFERNIX_API_KEY")
+            .args(["--progress", "none", "serve", "--port", "0"])
+            .args(args)
+            .arg(demo())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("starts");
+        let mut lines = BufReader::new(child.stderr.take().expect("piped"));
+        let mut said = String::new();
+        let address = loop {
+            let mut line = String::new();
+            assert!(lines.read_line(&mut line).expect("readable") > 0, "it ended: {said}");
+            if let Some((_, address)) = line.trim().rsplit_once(" at http://") {
+                break address.to_owned();
+            }
+            said += &line;
+        };
+        // Nobody waits for the rest, but a full pipe would stop the server.
+        std::thread::spawn(move || std::io::copy(&mut lines, &mut std::io::sink()));
+        Self { child, address, said }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub(crate) fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> (u16, String) {
+        let mut stream = TcpStream::connect(&self.address).expect("connects");
+        stream.set_read_timeout(Some(Duration::from_secs(120))).expect("a timeout");
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\ncontent-type: application/json\r\n{headers}content-length: {}\r\n\r\n",
+            self.address,
+            body.len()
+        );
+        stream.write_all(format!("{head}{body}").as_bytes()).expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        let status = answer.split(' ').nth(1).and_then(|s| s.parse().ok()).expect("a status");
+        (status, answer.split_once("\r\n\r\n").expect("a body").1.to_owned())
+    }
+
+    pub(crate) fn post(&self, path: &str, body: &Value) -> Value {
+        let (status, answer) = self.send("POST", path, "", &body.to_string());
+        assert_eq!(status, 200, "{answer}");
+        serde_json::from_str(&answer).expect("JSON")
+    }
+
+    /// SIGTERM, and how it ends.
+    pub(crate) fn terminate(mut self) -> i32 {
+        let id = self.child.id().to_string();
+        assert!(Command::new("kill").arg(id).status().expect("kill is there").success());
+        self.child.wait().expect("ends").code().unwrap_or(-1)
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
 }
 
 /// `convert` of `checkpoint` to `output` with the bit-exact recipe.
