@@ -127,14 +127,14 @@ pub(super) fn iq1_m<T: Value>(b: &[u8], out: &mut [T]) {
 }
 
 /// The 16 levels of IQ4_NL and IQ4_XS.
-const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+pub const IQ4_LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
 /// Writes 32 levels: low nibbles of 16 bytes, then high nibbles.
 #[inline]
 fn levels<T: Value>(q: &[u8], scale: f32, out: &mut [T]) {
     for (i, &byte) in q.iter().enumerate() {
-        out[i] = T::scaled(scale, f32::from(LEVELS[usize::from(byte & 15)]));
-        out[i + 16] = T::scaled(scale, f32::from(LEVELS[usize::from(byte >> 4)]));
+        out[i] = T::scaled(scale, f32::from(IQ4_LEVELS[usize::from(byte & 15)]));
+        out[i + 16] = T::scaled(scale, f32::from(IQ4_LEVELS[usize::from(byte >> 4)]));
     }
 }
 

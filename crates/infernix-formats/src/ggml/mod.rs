@@ -15,6 +15,7 @@ pub mod quantize;
 mod split;
 mod types;
 
+pub use iquants::IQ4_LEVELS;
 pub use split::{group, has_offset, split};
 pub use types::GgmlType;
 

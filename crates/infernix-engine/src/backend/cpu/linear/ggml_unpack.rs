@@ -2,7 +2,7 @@
 //! offsets are those of `formats::ggml::split`, bit for bit, which stays the oracle and serves all other types.
 
 use super::super::isa::per_isa;
-use infernix_formats::ggml::GgmlType;
+use infernix_formats::ggml::{GgmlType, IQ4_LEVELS};
 use infernix_formats::scalar::f16_to_f32;
 
 /// Points of IQ3_S, four codes each, in the bytes of a word; filled from the oracle.
@@ -43,9 +43,6 @@ static MINUS: [u64; 256] = {
     out
 };
 
-/// The 16 levels of IQ4_NL.
-const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-
 fn half(b: &[u8], at: usize) -> f32 {
     f16_to_f32(u16::from_le_bytes([b[at], b[at + 1]]))
 }
@@ -80,8 +77,8 @@ per_isa! {
                     *scale = half(b, 0);
                     let mut q = [0i8; 32];
                     for (i, byte) in b[2..18].iter().enumerate() {
-                        q[i] = LEVELS[usize::from(byte & 15)];
-                        q[i + 16] = LEVELS[usize::from(byte >> 4)];
+                        q[i] = IQ4_LEVELS[usize::from(byte & 15)];
+                        q[i + 16] = IQ4_LEVELS[usize::from(byte >> 4)];
                     }
                     widen(&q, codes);
                 }
