@@ -1,7 +1,7 @@
 //! Launches that stand for several others: their words are those of the kernels they stand for, which other families hold to the
 //! oracle.
 
-use super::Run;
+use super::{Run, unequal};
 use crate::error::Result;
 use crate::kernels::attention::{Attention, Paging, Queries, Selection};
 use crate::kernels::experts::{ExpertTable, Jobs, Routed, Router, act_bytes};
@@ -14,10 +14,6 @@ use crate::kernels::select::{IndexPages, IndexSelect};
 use crate::kernels::skinny::Skinny;
 use crate::oracle::num::bf16;
 use crate::oracle::words::Words;
-
-fn unequal<T: PartialEq>(a: &[T], b: &[T]) -> f64 {
-    (a.iter().zip(b).filter(|(a, b)| a != b).count() + a.len().abs_diff(b.len())) as f64
-}
 
 pub(super) fn run(run: &mut Run) -> Result<()> {
     group(run)?;

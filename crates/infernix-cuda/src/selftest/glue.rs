@@ -1,7 +1,7 @@
 //! Kernels between the large ones: row copies, stored tables, mixer pieces, n-gram gates and convolution, index keys, experts in the
 //! canonical order, synthetic routing, and recurrent state written to another slot.
 
-use super::Run;
+use super::{Run, unequal};
 use crate::error::Result;
 use crate::kernels::chain::{ChainMatrix, ExpertChain};
 use crate::kernels::gdn::{GdnArgs, GdnStep};
@@ -28,10 +28,6 @@ fn share(got: &[u16], want: &[f64], slack: f64) -> f64 {
 
 fn val(w: u16) -> f64 {
     f64::from(bf16(w))
-}
-
-fn unequal<T: PartialEq>(a: &[T], b: &[T]) -> f64 {
-    (a.iter().zip(b).filter(|(a, b)| a != b).count() + a.len().abs_diff(b.len())) as f64
 }
 
 pub(super) fn run(run: &mut Run) -> Result<()> {

@@ -132,6 +132,11 @@ impl Run {
     }
 }
 
+/// Words that differ; missing ones count.
+fn unequal<T: PartialEq>(a: &[T], b: &[T]) -> f64 {
+    (a.iter().zip(b).filter(|(a, b)| a != b).count() + a.len().abs_diff(b.len())) as f64
+}
+
 fn round(v: f64) -> f64 {
     (v * 1000.0).round() / 1000.0
 }
