@@ -160,7 +160,7 @@ impl EngineApi for Engine {
         }
         let id = RequestId(s.next.fetch_add(1, Ordering::SeqCst));
         if s.commands.send(Command::Submit(id, Box::new(request), sink)).is_err() {
-            return Err(SubmitError::Stopped(self.stopped().unwrap_or_else(|| "shut down".into())));
+            return Err(SubmitError::Stopped(self.stopped().unwrap_or_else(|| super::SHUT_DOWN.into())));
         }
         Ok(id)
     }
@@ -175,8 +175,9 @@ impl EngineApi for Engine {
 
     fn cache(&self, order: CacheOrder) -> Result<usize, String> {
         let (answer, answered) = channel();
-        let gone =
-            || format!("the engine has stopped: {}", self.stopped().unwrap_or_else(|| "shut down".into()));
+        let gone = || {
+            format!("the engine has stopped: {}", self.stopped().unwrap_or_else(|| super::SHUT_DOWN.into()))
+        };
         self.shared.commands.send(Command::Cache(order, answer)).map_err(|_| gone())?;
         answered.recv().map_err(|_| gone())?
     }

@@ -90,7 +90,7 @@ impl EngineApi for ScriptedEngine {
     }
 
     fn shutdown(&self, _: Drain) {
-        let why = "shut down".to_owned();
+        let why = super::SHUT_DOWN.to_owned();
         *self.stopped.lock().unwrap_or_else(PoisonError::into_inner) = Some(why.clone());
         for (_, mut sink) in self.open.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             sink(Event::Failed(RequestError::Stopped(why.clone())));
