@@ -78,44 +78,6 @@ impl Drop for HugeMemory {
     }
 }
 
-/// A file's bytes, mapped for reading.
-pub struct FileMemory {
-    start: *mut u8,
-    bytes: usize,
-}
-
-// SAFETY: a private mapping that is only read.
-unsafe impl Send for FileMemory {}
-// SAFETY: shared access only reads.
-unsafe impl Sync for FileMemory {}
-
-impl FileMemory {
-    /// Maps a whole file that nobody shortens meanwhile.
-    pub fn open(path: &std::path::Path) -> std::io::Result<Self> {
-        let file = std::fs::File::open(path)?;
-        let bytes = usize::try_from(file.metadata()?.len()).map_err(std::io::Error::other)?;
-        // SAFETY: a fresh private mapping at an address of the kernel's choice.
-        let start = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::PRIVATE, &file, 0)?
-        };
-        Ok(FileMemory { start: start.cast(), bytes })
-    }
-}
-
-impl AsRef<[u8]> for FileMemory {
-    fn as_ref(&self) -> &[u8] {
-        // SAFETY: the mapping is that long and lives as long as self; the file is ours and keeps its length.
-        unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
-    }
-}
-
-impl Drop for FileMemory {
-    fn drop(&mut self) {
-        // SAFETY: mapped once, unmapped once. An error would leave the mapping in place.
-        let _ = unsafe { munmap(self.start.cast(), self.bytes) };
-    }
-}
-
 /// Asks for huge pages under `data`, before it is touched for the first time. A hint: anonymous memory and files of file
 /// systems that keep large folios follow it; where it is refused nothing changes.
 ///

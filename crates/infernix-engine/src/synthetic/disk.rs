@@ -5,10 +5,10 @@ use super::{mix, next};
 use crate::backend::FileRange;
 use crate::backend::weights::Bytes;
 use crate::error::EngineError;
-use crate::memory::FileMemory;
 use crate::ngram::{RowSource, VolumeRows};
 use infernix_artifact::Digest;
 use infernix_artifact::ngram::{Extension, Geometry, Volume, VolumeHeader, volume_id};
+use memmap2::Mmap;
 use rayon::prelude::*;
 use std::fs::File;
 use std::io;
@@ -44,13 +44,16 @@ fn write(path: &Path, bytes: u64, fill: impl Fn(u64, &mut [u8]) + Sync) -> Resul
 }
 
 /// An object's words in a file of `folder`, and where they are.
+#[expect(unsafe_code, reason = "a mapped file")]
 pub(super) fn object(folder: &Path, key: u64, words: &[u8]) -> Result<(Bytes, FileRange), EngineError> {
     let path = folder.join(format!("experts-{key:016x}.bin"));
     write(&path, words.len() as u64, |c, out| {
         let at = c as usize * CHUNK;
         out.copy_from_slice(&words[at..at + out.len()]);
     })?;
-    let memory = FileMemory::open(&path).map_err(error(&path))?;
+    let file = File::open(&path).map_err(error(&path))?;
+    // SAFETY: the file is ours and keeps its length and words.
+    let memory = unsafe { Mmap::map(&file) }.map_err(error(&path))?;
     Ok((Arc::new(memory), FileRange { path: path.as_path().into(), offset: 0 }))
 }
 
