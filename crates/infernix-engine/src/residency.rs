@@ -6,10 +6,10 @@
 
 /// Moves that may run beside one round: 8 records of 2.8 MB are 0.4 ms of a 55 GB/s link; a cache that misses most picks anyway
 /// may spend more.
-const MOVES: usize = 8;
-const CATCH_UP: usize = 64;
+pub(crate) const MOVES: usize = 8;
+pub(crate) const CATCH_UP: usize = 64;
 /// Tokens after which a use counts half.
-const HALF_LIFE: f32 = 2048.0;
+pub(crate) const HALF_LIFE: f32 = 2048.0;
 /// Frames of least worth that are looked for at once.
 const VICTIMS: usize = 256;
 
@@ -149,19 +149,20 @@ impl Residency {
     fn victim(&mut self) -> Option<usize> {
         if self.victims.is_empty() {
             let worth = |o: &Option<u32>| o.map_or(-1.0, |e| self.worth(e as usize));
-            let mut all: Vec<(f32, usize)> =
-                self.owner.iter().enumerate().map(|(f, o)| (worth(o), f)).collect();
-            let keep = all.len().min(VICTIMS);
-            if keep == 0 {
-                return None;
-            }
-            all.select_nth_unstable_by(keep - 1, |a, b| a.0.total_cmp(&b.0));
-            all.truncate(keep);
-            all.sort_by(|a, b| b.0.total_cmp(&a.0));
-            self.victims = all.into_iter().map(|(_, f)| f).collect();
+            self.victims = least_worth(self.owner.iter().enumerate().map(|(f, o)| (worth(o), f)));
         }
         self.victims.pop()
     }
+}
+
+/// Places of least worth, the least last: as many as serve for a while, as looking at all for each would cost as much as a copy.
+pub(crate) fn least_worth(places: impl Iterator<Item = (f32, usize)>) -> Vec<usize> {
+    let mut all: Vec<(f32, usize)> = places.collect();
+    let Some(last) = all.len().min(VICTIMS).checked_sub(1) else { return Vec::new() };
+    all.select_nth_unstable_by(last, |a, b| a.0.total_cmp(&b.0));
+    all.truncate(VICTIMS);
+    all.sort_by(|a, b| b.0.total_cmp(&a.0));
+    all.into_iter().map(|(_, place)| place).collect()
 }
 
 #[cfg(test)]

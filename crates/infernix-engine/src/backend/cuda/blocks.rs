@@ -15,6 +15,7 @@ use infernix_cuda::kernels::experts::{ExpertTable, Jobs, act_bytes};
 use infernix_cuda::kernels::gdn::{ChunkArgs, GdnArgs};
 use infernix_cuda::kernels::hyper::HyperWeights as HyperMatrices;
 use infernix_cuda::kernels::linear::{Linear, Out, WeightFormat};
+use infernix_cuda::kernels::rows::Lanes;
 use infernix_cuda::kernels::tile::{Epilogue, ExpertPlanes, Quantise, Sorted, Tile, TileFormat};
 use std::sync::Arc;
 
@@ -32,6 +33,47 @@ fn only(w: &CudaWeight) -> Option<&Linear> {
     match &w.parts[..] {
         [one] => Some(one),
         _ => None,
+    }
+}
+
+/// Address of row `rows` of a matrix of `width` values of `size` bytes at `p`.
+pub(super) fn shift(p: u64, rows: usize, width: usize, size: usize) -> u64 {
+    p + (rows * width * size) as u64
+}
+
+/// `n` rows of `q` from `first` on, as queries of width `head` over at most `max_len` keys each.
+pub(super) fn queries(
+    q: &CudaBuf,
+    head: usize,
+    lanes: &Lanes,
+    (first, n): (usize, usize),
+    max_len: usize,
+) -> Result<Queries, EngineError> {
+    Ok(Queries {
+        ptr: shift(Cuda::act(q)?, first, q.width, 2),
+        pitch: q.width,
+        head,
+        lane: shift(lanes.row_lane, first, 1, 4),
+        pos: shift(lanes.row_pos, first, 1, 4),
+        rows: n,
+        max_len,
+    })
+}
+
+impl CudaSelection {
+    /// What rows from `first` on selected.
+    pub(super) fn of_rows(&self, first: usize) -> Selection {
+        Selection {
+            blocks: shift(self.ids.ptr, first, self.keep, 4),
+            counts: shift(self.counts.ptr, first, 1, 4),
+            pitch: self.keep,
+            ratio: self.ratio,
+        }
+    }
+
+    /// How many of `rows` rows from position `start` on have at most as many blocks as are kept, and so see their whole prefix.
+    pub(super) fn dense_rows(&self, start: usize, rows: usize) -> usize {
+        rows.min(((self.keep + 1).saturating_mul(self.ratio) - 1).saturating_sub(start))
     }
 }
 
@@ -400,25 +442,11 @@ impl Cuda {
         let (lanes, longest, tables, pitch) = (round.lanes, round.longest, round.tables, round.pitch);
         let paging = self.state()?.paging(id, tables, pitch);
         let selection = selection.filter(|s| !s.dense);
-        let shift = |p: u64, rows: usize, width: usize, size: usize| p + (rows * width * size) as u64;
         let (qp, gp) = (Cuda::act(q)?, gate.map(|g| (g.ptr, g.width)));
         let some = |c: &mut Self, first: usize, rows: usize, longest: usize, many: bool| {
-            let own = selection.map(|s| Selection {
-                blocks: shift(s.ids.ptr, first, s.keep, 4),
-                counts: shift(s.counts.ptr, first, 1, 4),
-                pitch: s.keep,
-                ratio: s.ratio,
-            });
+            let own = selection.map(|s| s.of_rows(first));
             let max_len = selection.map_or(longest, |s| longest.min(s.keep * s.ratio + s.ratio));
-            let queries = Queries {
-                ptr: shift(qp, first, q.width, 2),
-                pitch: q.width,
-                head: d,
-                lane: shift(lanes.row_lane, first, 1, 4),
-                pos: shift(lanes.row_pos, first, 1, 4),
-                rows,
-                max_len,
-            };
+            let queries = queries(q, d, &lanes, (first, rows), max_len)?;
             let pdl = c.pdl();
             let bytes = c.plans.attention(heads, a.kv_heads, d, many).map_err(fault)?.scratch(rows, max_len);
             let scratch = c.arena.lease(bytes)?;
@@ -436,9 +464,7 @@ impl Cuda {
         for l in 0..lanes.lanes {
             let round = self.round()?;
             let (rows, start) = (round.lane_rows[l].clone(), round.start(l));
-            let keep = selection.map_or(usize::MAX, |s| (s.keep + 1).saturating_mul(s.ratio) - 1);
-            // Rows with at most as many blocks as are kept see their whole prefix.
-            let dense = rows.len().min(keep.saturating_sub(start));
+            let dense = selection.map_or(rows.len(), |s| s.dense_rows(start, rows.len()));
             if dense > 0 {
                 let pdl = self.pdl();
                 let at = |p: u64, width: usize| shift(p, rows.start, width, 2);
@@ -463,22 +489,8 @@ impl Cuda {
             }
             let first = rows.start + dense;
             if let (Some(s), true) = (selection, first < rows.end) {
-                let own = Selection {
-                    blocks: shift(s.ids.ptr, first, s.keep, 4),
-                    counts: shift(s.counts.ptr, first, 1, 4),
-                    pitch: s.keep,
-                    ratio: s.ratio,
-                };
-                let n = rows.end - first;
-                let queries = Queries {
-                    ptr: shift(qp, first, q.width, 2),
-                    pitch: q.width,
-                    head: d,
-                    lane: shift(lanes.row_lane, first, 1, 4),
-                    pos: shift(lanes.row_pos, first, 1, 4),
-                    rows: n,
-                    max_len: start + n,
-                };
+                let (own, n) = (s.of_rows(first), rows.end - first);
+                let queries = queries(q, d, &lanes, (first, n), start + n)?;
                 let gate = gp.map(|(p, width)| (shift(p, first, width, 2), width, d));
                 let out = shift(y.ptr, first, y.width, 2);
                 let pdl = self.pdl();

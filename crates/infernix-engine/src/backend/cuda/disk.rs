@@ -7,6 +7,7 @@ use super::context::Cuda;
 use super::vram::{CudaBuf, fault};
 use crate::backend::FileRange;
 use crate::error::EngineError;
+use crate::residency::{CATCH_UP, least_worth};
 use infernix_cuda::Device;
 use infernix_cuda::driver::{Event, PinnedBuffer, Stream};
 use rayon::prelude::*;
@@ -112,9 +113,6 @@ struct Slots {
     victims: Vec<usize>,
 }
 
-/// Slots looked out at a time.
-const VICTIMS: usize = 256;
-
 impl Slots {
     fn new(experts: usize, slots: usize) -> Self {
         Slots { slot_of: vec![None; experts], owner: vec![None; slots], victims: Vec::new() }
@@ -153,16 +151,7 @@ impl Slots {
             }
         }
         let owners = self.owner.iter().enumerate().filter(|(_, o)| free(o));
-        let mut all: Vec<(f32, usize)> =
-            owners.map(|(s, o)| (o.map_or(-1.0, |e| worth(e as usize)), s)).collect();
-        let keep = all.len().min(VICTIMS);
-        if keep == 0 {
-            return None;
-        }
-        all.select_nth_unstable_by(keep - 1, |a, b| a.0.total_cmp(&b.0));
-        all.truncate(keep);
-        all.sort_by(|a, b| b.0.total_cmp(&a.0));
-        self.victims = all.into_iter().map(|(_, s)| s).collect();
+        self.victims = least_worth(owners.map(|(s, o)| (o.map_or(-1.0, |e| worth(e as usize)), s)));
         self.victims.pop()
     }
 
@@ -210,7 +199,7 @@ impl Disk {
         let most = banks.iter().map(|b| b.2.len()).max().unwrap_or(0);
         let slots = bytes / stride;
         // All experts of a layer, and those on their way to device memory.
-        let least = most + super::tiers::CATCH_UP;
+        let least = most + CATCH_UP;
         if slots < least {
             return Err(EngineError::Unsupported(format!(
                 "--expert-ram-mib {} holds {slots} experts, a layer of {most} needs {least} at a time: at least {} MiB",

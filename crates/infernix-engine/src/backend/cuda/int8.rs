@@ -1,15 +1,9 @@
 //! Attention over int8 keys and values: the same calls as over BF16 ones, by kernels that rotate queries and decode codes.
 
-use super::blocks::BATCH;
+use super::blocks::{BATCH, queries, shift};
 use super::context::{Cuda, CudaSelection};
 use super::vram::{CudaBuf, fault};
 use crate::error::EngineError;
-use infernix_cuda::kernels::attention::{Queries, Selection};
-
-/// Address of row `rows` of a matrix of `width` values of `size` bytes at `p`.
-fn shift(p: u64, rows: usize, width: usize, size: usize) -> u64 {
-    p + (rows * width * size) as u64
-}
 
 impl Cuda {
     pub(super) fn run_kv8_append(&mut self, id: usize, k: &CudaBuf, v: &CudaBuf) -> Result<(), EngineError> {
@@ -42,9 +36,7 @@ impl Cuda {
         for l in 0..self.round()?.lanes.lanes {
             let round = self.round()?;
             let (rows, start) = (round.lane_rows[l].clone(), round.start(l));
-            let keep = selection.map_or(usize::MAX, |s| (s.keep + 1).saturating_mul(s.ratio) - 1);
-            // Rows with at most as many blocks as are kept see their whole prefix.
-            let dense = rows.len().min(keep.saturating_sub(start));
+            let dense = selection.map_or(rows.len(), |s| s.dense_rows(start, rows.len()));
             if dense > 0 {
                 self.prefix8(id, l, q, gate, y, dense)?;
             }
@@ -73,22 +65,9 @@ impl Cuda {
         let paging = self.state()?.paging8(id, tables, pitch)?;
         let a = &self.state()?.layout.attention[id];
         let (d, kv) = (a.head_dim, a.kv_heads);
-        let own = selection.map(|s| Selection {
-            blocks: shift(s.ids.ptr, first, s.keep, 4),
-            counts: shift(s.counts.ptr, first, 1, 4),
-            pitch: s.keep,
-            ratio: s.ratio,
-        });
+        let own = selection.map(|s| s.of_rows(first));
         let max_len = selection.map_or(longest, |s| longest.min(s.keep * s.ratio + s.ratio));
-        let queries = Queries {
-            ptr: shift(Cuda::act(q)?, first, q.width, 2),
-            pitch: q.width,
-            head: d,
-            lane: shift(lanes.row_lane, first, 1, 4),
-            pos: shift(lanes.row_pos, first, 1, 4),
-            rows: n,
-            max_len,
-        };
+        let queries = queries(q, d, &lanes, (first, n), max_len)?;
         let many = !self.is_decode();
         let pdl = self.pdl();
         let kernel = self.plans.attention8(q.width / d, kv, d, many).map_err(fault)?;

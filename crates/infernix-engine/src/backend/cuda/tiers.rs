@@ -11,17 +11,12 @@ use super::vram::{Vram, fault};
 use crate::backend::weights::Bytes;
 use crate::backend::{FileRange, Part};
 use crate::error::EngineError;
+use crate::residency::{CATCH_UP, HALF_LIFE, MOVES, least_worth};
 use infernix_cuda::DeviceBuffer;
 use infernix_cuda::driver::{Event, PinnedBuffer, Registered, Stream};
 use infernix_cuda::kernels::zipf::ZipfRoute;
 use std::ops::Range;
 
-/// Promotions that may run beside one round: 8 records are 0.4 ms of a 55 GB/s link; a cache that misses most picks anyway may
-/// spend more.
-const PROMOTIONS: usize = 8;
-pub(super) const CATCH_UP: usize = 64;
-/// Tokens after which a use counts half.
-const HALF_LIFE: f32 = 2048.0;
 /// A ring half holds this much more than the evenly spread absent records of a layer.
 const RING_SLACK: f64 = 1.15;
 
@@ -520,20 +515,8 @@ impl Tiers {
 
     fn victim(&mut self) -> Option<usize> {
         if self.victims.is_empty() {
-            let mut all: Vec<(f32, usize)> = self
-                .owner
-                .iter()
-                .enumerate()
-                .map(|(f, o)| (o.map_or(-1.0, |e| self.worth(e as usize)), f))
-                .collect();
-            let keep = all.len().min(256);
-            if keep == 0 {
-                return None;
-            }
-            all.select_nth_unstable_by(keep - 1, |a, b| a.0.total_cmp(&b.0));
-            all.truncate(keep);
-            all.sort_by(|a, b| b.0.total_cmp(&a.0));
-            self.victims = all.into_iter().map(|(_, f)| f).collect();
+            let worth = |o: &Option<u32>| o.map_or(-1.0, |e| self.worth(e as usize));
+            self.victims = least_worth(self.owner.iter().enumerate().map(|(f, o)| (worth(o), f)));
         }
         self.victims.pop()
     }
@@ -558,7 +541,7 @@ impl Tiers {
             wanted.dedup();
             wanted.retain(|e| self.frame_of[*e].is_none() && self.host_address(*e) != 0);
             wanted.sort_by(|a, b| self.worth(*b).total_cmp(&self.worth(*a)));
-            let most = if wanted.len() > 2 * CATCH_UP { CATCH_UP } else { PROMOTIONS };
+            let most = if wanted.len() > 2 * CATCH_UP { CATCH_UP } else { MOVES };
             for e in wanted.into_iter().take(most) {
                 let Some(frame) = self.victim() else { break };
                 let old = self.owner[frame].map(|o| o as usize);
