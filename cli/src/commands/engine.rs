@@ -158,6 +158,28 @@ pub(crate) fn start_engine(
     Ok(engine)
 }
 
+impl From<Spec> for SpecMode {
+    fn from(spec: Spec) -> Self {
+        match spec {
+            Spec::Auto => SpecMode::Auto,
+            Spec::Off => SpecMode::Off,
+            Spec::Mtp => SpecMode::Mtp,
+        }
+    }
+}
+
+fn within(flag: &str, n: AutoNumber, most: usize) -> anyhow::Result<Option<usize>> {
+    match n.0 {
+        Some(n) if n > most => Err(usage(format!("--{flag} must lie in 0..={most}"))),
+        n => Ok(n),
+    }
+}
+
+/// `--draft-tokens`, checked.
+pub(crate) fn draft_tokens(n: AutoNumber) -> anyhow::Result<Option<usize>> {
+    within("draft-tokens", n, 7)
+}
+
 /// Settings of the engine for a model whose requests may have `context` tokens.
 pub(crate) fn engine_options(
     sched: &SchedArgs,
@@ -166,15 +188,6 @@ pub(crate) fn engine_options(
     context: usize,
 ) -> anyhow::Result<EngineOptions> {
     contradictions(sched, spec, open)?;
-    let within = |flag: &str, n: AutoNumber, most: usize| match n.0 {
-        Some(n) if n > most => Err(usage(format!("--{flag} must lie in 0..={most}"))),
-        n => Ok(n),
-    };
-    let mode = match spec.spec {
-        Spec::Auto => SpecMode::Auto,
-        Spec::Off => SpecMode::Off,
-        Spec::Mtp => SpecMode::Mtp,
-    };
     let mib = |n: u64| n.saturating_mul(1 << 20);
     // Everything that decides what a state means: another value makes cached states useless.
     let identity = format!(
@@ -184,7 +197,7 @@ pub(crate) fn engine_options(
         open.backend,
         open.kv,
         open.activations,
-        mode != SpecMode::Off && spec.draft_tokens.0 != Some(0)
+        spec.spec != Spec::Off && spec.draft_tokens.0 != Some(0)
     );
     Ok(EngineOptions {
         max_concurrency: sched.max_concurrency as usize,
@@ -203,8 +216,8 @@ pub(crate) fn engine_options(
             ..CacheOptions::default()
         },
         spec: SpecOptions {
-            mode,
-            draft_tokens: within("draft-tokens", spec.draft_tokens, 7)?,
+            mode: spec.spec.into(),
+            draft_tokens: draft_tokens(spec.draft_tokens)?,
             proposal_head: spec.lm_head_draft,
             ngram_tokens: within("ngram-draft-tokens", spec.ngram_draft_tokens, 31)?,
             ngram_min_match: spec.ngram_min_match as usize,

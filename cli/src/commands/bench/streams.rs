@@ -1,8 +1,8 @@
 //! `infernix bench` through the engine's scheduler: `--concurrency`, `--spec` and constraints.
 
 use super::{Found, Weights, report, settings};
-use crate::args::{AutoNumber, BenchArgs, ConstraintArgs, Spec};
-use crate::commands::engine::start_engine;
+use crate::args::{BenchArgs, ConstraintArgs, Spec};
+use crate::commands::engine::{draft_tokens, start_engine};
 use crate::commands::files::read_json;
 use crate::commands::model::BackendKind;
 use crate::output::usage;
@@ -12,7 +12,7 @@ use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
 use infernix_engine::driver::{Driver, DriverOptions};
 use infernix_engine::model::{LoadOptions, MemorySource, WeightSource as _, load};
 use infernix_engine::sched::{
-    CacheOptions, Constraint, Drain, Engine, EngineApi as _, EngineOptions, SpecMode, SpecOptions,
+    CacheOptions, Constraint, Drain, Engine, EngineApi as _, EngineOptions, SpecOptions,
 };
 use infernix_engine::synthetic::Geometry;
 use infernix_measure::bench::render::{Scheduled, Subject};
@@ -119,10 +119,6 @@ fn start(
     // Room for a draft past the end, in whole pages of 64.
     let room = tests.iter().map(|t| t.room() + 2).max().unwrap_or(0);
     let context = (room + 64).next_multiple_of(64);
-    let draft_tokens = match args.draft_tokens {
-        AutoNumber(Some(n)) if n > 7 => return Err(usage("--draft-tokens must lie in 0..=7")),
-        AutoNumber(n) => n,
-    };
     let options = EngineOptions {
         max_concurrency: count,
         max_pending_requests: count,
@@ -131,12 +127,8 @@ fn start(
         addressable: format.map_or(usize::MAX, |f| f.tokenizer().addressable() as usize),
         cache: CacheOptions { enabled: false, ..CacheOptions::default() },
         spec: SpecOptions {
-            mode: match spec {
-                Spec::Auto => SpecMode::Auto,
-                Spec::Off => SpecMode::Off,
-                Spec::Mtp => SpecMode::Mtp,
-            },
-            draft_tokens,
+            mode: spec.into(),
+            draft_tokens: draft_tokens(args.draft_tokens)?,
             ..SpecOptions::default()
         },
         record_trace: args.record_trace.clone(),
