@@ -245,6 +245,10 @@ impl<S: Clone> PrefixCache<S> {
             let Some(id) = self.least(only_host) else { return false };
             let (value, superseded) = (self.value(id), self.superseded(id));
             if !superseded && value > worth {
+                // What is refused ages the others as what is dropped does, or what was once worth much would stay for ever.
+                if worth.is_finite() {
+                    self.inflation = self.inflation.max(worth);
+                }
                 return false;
             }
             if !superseded {
