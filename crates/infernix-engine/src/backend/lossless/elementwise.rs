@@ -80,7 +80,7 @@ impl Lossless {
         self.map_rows_as(self.target(out), x.rows, groups * n, at, |t, r, out| {
             for (g, out) in out.chunks_exact_mut(n).enumerate() {
                 let row = t * groups + g;
-                each(&r, g * n, out, |i| p.get(row, i), |i| p.exact(row, i));
+                simd::each_product(&r, g * n, out, &p, row);
             }
         })
     }
@@ -135,66 +135,46 @@ impl Lossless {
 
     pub(super) fn silu_times(&self, gate: &Mat, up: &Mat, at: At<'_>) -> Mat {
         self.map_rows(gate.rows, gate.width, at, |t, r, out| {
-            let (g, u) = (gate.row(t), up.row(t));
-            let value = |i: usize| {
-                let y = f64::from(g[i]).silu() * f64::from(u[i]);
-                (y, 8.0 * U * y.abs())
-            };
-            each(&r, 0, out, value, |i| Dd::of(f64::from(g[i])).silu() * Dd::of(f64::from(u[i])));
+            simd::each_swiglu(&r, 0, out, gate.row(t), up.row(t));
         })
     }
 
     // ---- hyper-connections ---------------------------------------------------------------------------------
 
     pub(super) fn mixer_down(&self, normed: &Mat, w: &Weight, streams: usize, at: At<'_>) -> Mat {
-        let n = streams as f64;
-        self.product_map(
-            normed,
-            w,
+        self.gated_product(
+            (normed, w, streams as f64),
             self.act(),
             at,
-            |v, b| {
-                let y = (v / n).silu();
-                (y, 1.1 * b / n + 8.0 * U * (y.abs() + (v / n).abs()))
-            },
-            |d| (d / Dd::of(n)).silu(),
+            |z, b, gate| (z * gate, 1.1 * b + 8.0 * U * ((z * gate).abs() + z.abs())),
+            |z| z.silu(),
         )
     }
 
     pub(super) fn mixer_factor(&self, normed: &Mat, w: &Weight, streams: usize, at: At<'_>) -> Mat {
-        let n = streams as f64;
-        self.product_map(
-            normed,
-            w,
+        self.gated_product(
+            (normed, w, streams as f64),
             Target::F32,
             at,
-            |v, b| {
-                let y = 2.0 * (v / n).sigmoid();
-                (y, 0.5 * b / n + 8.0 * U * (y + (v / n).abs() * y))
-            },
-            |d| Dd::of(2.0) * (d / Dd::of(n)).sigmoid(),
+            |z, b, gate| (2.0 * gate, 0.5 * b + 8.0 * U * (2.0 * gate + z.abs() * 2.0 * gate)),
+            |z| Dd::of(2.0) * z.sigmoid(),
         )
     }
 
-    /// A linear whose rounded output is a function of the exact product.
-    fn product_map(
+    /// A linear whose rounded output is a function of the exact product over a number, and of that quotient's sigmoid.
+    fn gated_product(
         &self,
-        x: &Mat,
-        w: &Weight,
+        (x, w, n): (&Mat, &Weight, f64),
         target: Target,
         at: At<'_>,
-        fast: impl Fn(f64, f64) -> (f64, f64) + Sync,
+        value: impl Fn(f64, f64, f64) -> (f64, f64) + Sync,
         exact: impl Fn(Dd) -> Dd + Sync,
     ) -> Mat {
         let packed = w.packed();
         let operand = x.operand(packed.k);
         let p = Products::new(&packed, &operand);
         self.map_rows_as(target, x.rows, p.n(), at, |t, r, out| {
-            let value = |i: usize| {
-                let (v, b) = p.get(t, i);
-                fast(v, b)
-            };
-            each(&r, 0, out, value, |i| exact(p.exact(t, i)));
+            simd::each_gated(&r, out, (&p, t, n), &value, |i| exact(p.exact(t, i) / Dd::of(n)));
         })
     }
 
@@ -206,19 +186,15 @@ impl Lossless {
         self.map_rows(normed.rows, h, at, |t, r, out| {
             let x = normed.row(t);
             let n = streams as f64;
-            let (mut products, mut gates) = (vec![0f64; h], vec![0f64; h]);
+            let (mut products, mut errors, mut gates) = (vec![0f64; h], vec![0f64; h], vec![0f64; h]);
             let (mut sums, mut bounds) = (vec![0f64; h], vec![0f64; h]);
             for s in 0..streams {
-                for (i, v) in products.iter_mut().enumerate() {
-                    *v = p.get(t, s * h + i).0;
-                }
-                if !simd::sigmoid(&products, &mut gates) {
-                    gates.iter_mut().zip(&products).for_each(|(g, v)| *g = v.sigmoid());
-                }
+                simd::fill(&p, t, s * h, &mut products, &mut errors);
+                simd::sigmoid(&products, &mut gates);
                 for i in 0..h {
                     let x = f64::from(x[s * h + i]);
                     sums[i] += gates[i] * x;
-                    bounds[i] += x.abs() * (0.25 * p.get(t, s * h + i).1 + 12.0 * U * gates[i]);
+                    bounds[i] += x.abs() * (0.25 * errors[i] + 12.0 * U * gates[i]);
                 }
             }
             let value = |i: usize| (sums[i] / n, bounds[i] / n + U * (sums[i] / n).abs());

@@ -1,7 +1,7 @@
 //! Routing and routed experts.
 
 use super::gemm::{Operand, Packed, Products};
-use super::simd::each;
+use super::simd::{each_product, each_swiglu};
 use super::{Lossless, Mat, Routes, U, decode, take_budget};
 use crate::backend::{Activation, At, ExpertData, ExpertSpec, Op};
 use crate::error::EngineError;
@@ -254,18 +254,9 @@ impl Lossless {
         let [cut_g, cut_u, cut_h] = &mut cut;
         for (j, &(t, rank)) in rows.iter().enumerate() {
             let first = rank * gate.n;
-            each(&round(Op::ExpertGate, t), first, cut_g, |i| g.get(j, i), |i| g.exact(j, i));
-            each(&round(Op::ExpertUp, t), first, cut_u, |i| u.get(j, i), |i| u.exact(j, i));
-            let both = |i: usize| (f64::from(cut_g[i]), f64::from(cut_u[i]));
-            let value = |i: usize| {
-                let (g, u) = both(i);
-                let h = g.silu() * u;
-                (h, 8.0 * U * h.abs())
-            };
-            each(&round(Op::ExpertHidden, t), first, cut_h, value, |i| {
-                let (g, u) = both(i);
-                Dd::of(g).silu() * Dd::of(u)
-            });
+            each_product(&round(Op::ExpertGate, t), first, cut_g, &g, j);
+            each_product(&round(Op::ExpertUp, t), first, cut_u, &u, j);
+            each_swiglu(&round(Op::ExpertHidden, t), first, cut_h, cut_g, cut_u);
             hidden.extend(cut_h.iter().map(|h| f64::from(*h)));
         }
         if a8 {
@@ -278,7 +269,7 @@ impl Lossless {
             .map(|(j, &(t, rank))| {
                 let r = round(Op::ExpertDown, t);
                 let mut out = vec![0f32; down.n];
-                each(&r, rank * down.n, &mut out, |i| y.get(j, i), |i| y.exact(j, i));
+                each_product(&r, rank * down.n, &mut out, &y, j);
                 (t, rank, out)
             })
             .collect()

@@ -163,17 +163,28 @@ impl<'a> Products<'a> {
         self.w.n
     }
 
-    /// Value and error bound.
-    pub(super) fn get(&self, t: usize, n: usize) -> (f64, f64) {
-        let v = self.tiles[n / NT][t * NT + n % NT];
-        let size = self.x.norm[t] * self.w.norm[n];
-        // The biased exponent of `size` says size < 2^(e - 1022); any partial sum is at most that.
-        let top = (size.to_bits() >> 52) as i32 - 1022;
-        let divisor = self.w.divisor[n];
-        if top - (self.x.grain[t] + self.w.grain[n]) <= 52 && divisor == 1.0 {
-            return (v, 0.0);
+    /// Values and error bounds of elements from `first` on.
+    #[inline(always)]
+    pub(super) fn fill(&self, t: usize, first: usize, v: &mut [f64], bound: &mut [f64]) {
+        let (norm, grain) = (self.x.norm[t], self.x.grain[t]);
+        let unit = (self.w.k + 4) as f64 * (f64::EPSILON / 2.0) * 1.01;
+        let (mut n, mut done) = (first, 0);
+        while done < v.len() {
+            let len = (NT - n % NT).min(v.len() - done);
+            let sums = &self.tiles[n / NT][t * NT + n % NT..][..len];
+            let (norms, grains) = (&self.w.norm[n..n + len], &self.w.grain[n..n + len]);
+            let divisors = &self.w.divisor[n..n + len];
+            let (v, bound) = (&mut v[done..done + len], &mut bound[done..done + len]);
+            for j in 0..len {
+                let size = norm * norms[j];
+                // The biased exponent of `size` says size < 2^(e - 1022); any partial sum is at most that.
+                let top = (size.to_bits() >> 52) as i32 - 1022;
+                let whole = (top - (grain + grains[j]) <= 52) & (divisors[j] == 1.0);
+                v[j] = sums[j] / divisors[j];
+                bound[j] = if whole { 0.0 } else { unit * size };
+            }
+            (n, done) = (n + len, done + len);
         }
-        (v / divisor, (self.w.k + 4) as f64 * (f64::EPSILON / 2.0) * 1.01 * size)
     }
 
     /// Double-double value.

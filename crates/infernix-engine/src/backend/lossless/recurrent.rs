@@ -9,7 +9,7 @@ use crate::state::{ConvKind, GdnLane, GdnRecord};
 use rayon::prelude::*;
 use std::cell::OnceCell;
 
-/// `sum_j w[c, j] window[(t + j * dilation), c]` of every channel and the sums of magnitudes; the window starts
+/// `silu(sum_j w[c, j] window[(t + j * dilation), c])` of every channel and its bound; the window starts
 /// `(taps - 1) * dilation` columns before the first output.
 fn convolved(
     window: &[f32],
@@ -20,14 +20,15 @@ fn convolved(
 ) -> (Vec<f64>, Vec<f64>) {
     let (mut sum, mut size) = (vec![0.0; width], vec![0.0; width]);
     simd::convolve(&window[t * width..], by_tap, dilation, &mut sum, &mut size);
+    let mut gates = vec![0.0; width];
+    simd::sigmoid(&sum, &mut gates);
+    let taps = by_tap.len() / width;
+    for ((y, bound), gate) in sum.iter_mut().zip(&mut size).zip(gates) {
+        *y *= gate;
+        // |silu'| <= 1.1.
+        *bound = U * (1.1 * (taps + 2) as f64 * *bound + 8.0 * y.abs());
+    }
     (sum, size)
-}
-
-/// `silu` of a convolution of `taps` taps and its bound.
-fn finished(sum: f64, size: f64, taps: usize) -> (f64, f64) {
-    let y = sum.silu();
-    // |silu'| <= 1.1.
-    (y, U * (1.1 * (taps + 2) as f64 * size + 6.0 * y.abs()))
 }
 
 /// One channel of a convolution.
@@ -61,9 +62,8 @@ impl Lossless {
             out.data[first * width..(first + n) * width].par_chunks_mut(width).enumerate().for_each(
                 |(t, out)| {
                     let r = self.rounder(at, first + t);
-                    let (sum, size) = convolved(window, &by_tap, width, t, 1);
-                    let value = |c: usize| finished(sum[c], size[c], taps);
-                    each(&r, 0, out, value, |c| conv_exact(window, width, w.row(c), c, t, 1));
+                    let (y, bound) = convolved(window, &by_tap, width, t, 1);
+                    each(&r, 0, out, |c| (y[c], bound[c]), |c| conv_exact(window, width, w.row(c), c, t, 1));
                 },
             );
         }
@@ -92,10 +92,10 @@ impl Lossless {
                 let round = self.rounder(at, first + t);
                 let v = &v.data[(first + t) * width..];
                 let old = out.to_vec();
-                let (sum, size) = convolved(window, &by_tap, width, t, dilation);
+                let (y, bound) = convolved(window, &by_tap, width, t, dilation);
                 let value = |e: usize| {
                     let (x, v) = (f64::from(old[e]), f64::from(v[e]));
-                    let (s, b) = finished(sum[e], size[e], w.k());
+                    let (s, b) = (y[e], bound[e]);
                     (x + v + s, b + U * 3.0 * (x.abs() + v.abs() + s.abs()))
                 };
                 each(&round, 0, out, value, |e| {

@@ -2,9 +2,10 @@
 //! below the error bounds the callers use, so rounded results do not depend on the choice.
 #![expect(unsafe_code, reason = "calls of functions compiled for instruction sets checked at run time")]
 
-use super::gemm;
+use super::U;
+use super::gemm::{self, Products};
 use super::recurrent::{self, Scratch, Token};
-use crate::numerics::dd::Dd;
+use crate::numerics::dd::{Dd, Real as _};
 use crate::numerics::round::RowRounder;
 use std::sync::LazyLock;
 
@@ -112,6 +113,13 @@ per_isa! {
 }
 
 per_isa! {
+    /// [`Products::fill`].
+    fn fill(p: &Products<'_>, t: usize, first: usize, v: &mut [f64], bound: &mut [f64]) {
+        p.fill(t, first, v, bound)
+    }
+}
+
+per_isa! {
     /// `sum v^2`, and the power of two of which all values are multiples (1024 if all are 0).
     fn scan(row: &[f64]) -> (f64, i32) {
         gemm::scan(row)
@@ -197,7 +205,7 @@ fn exp(x: f64) -> f64 {
 
 per_isa! {
     /// `out[i] = 1 / (1 + e^-x[i])` within 6 units; `false` where an argument is beyond 700 or no number.
-    fn sigmoid(x: &[f64], out: &mut [f64]) -> bool {
+    fn near_sigmoid(x: &[f64], out: &mut [f64]) -> bool {
         let mut near = true;
         for (x, o) in x.iter().zip(out) {
             near &= x.abs() <= 700.0;
@@ -207,6 +215,13 @@ per_isa! {
             *o = part / (1.0 + e);
         }
         near
+    }
+}
+
+/// `out[i] = 1 / (1 + e^-x[i])` within 6 units.
+pub(super) fn sigmoid(x: &[f64], out: &mut [f64]) {
+    if !near_sigmoid(x, out) {
+        out.iter_mut().zip(x).for_each(|(o, x)| *o = x.sigmoid());
     }
 }
 
@@ -222,14 +237,71 @@ pub(super) fn each(
     value: impl Fn(usize) -> (f64, f64),
     exact: impl Fn(usize) -> Dd,
 ) {
+    let fill = |at: usize, v: &mut [f64], bound: &mut [f64]| {
+        for (i, (v, b)) in v.iter_mut().zip(bound).enumerate() {
+            (*v, *b) = value(at + i);
+        }
+    };
+    batches(r, first, out, fill, exact);
+}
+
+/// [`each`] of the products of row `t`.
+pub(super) fn each_product(r: &RowRounder, first: usize, out: &mut [f32], p: &Products<'_>, t: usize) {
+    batches(r, first, out, |at, v, bound| fill(p, t, at, v, bound), |i| p.exact(t, i));
+}
+
+/// [`each`] of `silu(g) u`.
+pub(super) fn each_swiglu(r: &RowRounder, first: usize, out: &mut [f32], g: &[f32], u: &[f32]) {
+    let fill = |at: usize, v: &mut [f64], bound: &mut [f64]| {
+        let len = v.len();
+        let (mut wide, mut gates) = ([0f64; BATCH], [0f64; BATCH]);
+        let (wide, gates) = (&mut wide[..len], &mut gates[..len]);
+        wide.iter_mut().zip(&g[at..]).for_each(|(w, g)| *w = f64::from(*g));
+        sigmoid(wide, gates);
+        for (i, u) in u[at..at + len].iter().enumerate() {
+            v[i] = wide[i] * gates[i] * f64::from(*u);
+            // 6 units of the sigmoid, one of each product.
+            bound[i] = 8.5 * U * v[i].abs();
+        }
+    };
+    let exact = |i: usize| Dd::of(f64::from(g[i])).silu() * Dd::of(f64::from(u[i]));
+    batches(r, first, out, fill, exact);
+}
+
+/// [`each`] of a function of products over `n`: `value` gets such a quotient, its bound, and its sigmoid.
+pub(super) fn each_gated(
+    r: &RowRounder,
+    out: &mut [f32],
+    (p, t, n): (&Products<'_>, usize, f64),
+    value: impl Fn(f64, f64, f64) -> (f64, f64),
+    exact: impl Fn(usize) -> Dd,
+) {
+    let fill_all = |at: usize, v: &mut [f64], bound: &mut [f64]| {
+        let mut gates = [0f64; BATCH];
+        fill(p, t, at, v, bound);
+        v.iter_mut().for_each(|v| *v /= n);
+        sigmoid(v, &mut gates[..v.len()]);
+        for ((v, b), gate) in v.iter_mut().zip(bound).zip(gates) {
+            (*v, *b) = value(*v, *b / n, gate);
+        }
+    };
+    batches(r, 0, out, fill_all, exact);
+}
+
+/// [`each`] with the values and bounds from an index on written by `fill`.
+fn batches(
+    r: &RowRounder,
+    first: usize,
+    out: &mut [f32],
+    fill: impl Fn(usize, &mut [f64], &mut [f64]),
+    exact: impl Fn(usize) -> Dd,
+) {
     let (mut v, mut bound) = ([0f64; BATCH], [0f64; BATCH]);
     for (n, out) in out.chunks_mut(BATCH).enumerate() {
         let at = n * BATCH;
-        for i in 0..out.len() {
-            (v[i], bound[i]) = value(at + i);
-        }
-        let len = out.len();
-        if !cut(r, first + at, &v[..len], &bound[..len], out) {
+        let (v, bound) = (&mut v[..out.len()], &mut bound[..out.len()]);
+        fill(at, v, bound);
+        if !cut(r, first + at, v, bound, out) {
             for (i, o) in out.iter_mut().enumerate() {
                 *o = r.round(first + at + i, v[i], bound[i], || exact(at + i));
             }
@@ -240,20 +312,21 @@ pub(super) fn each(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::numerics::dd::Real as _;
 
     #[test]
     fn sigmoids_side_by_side_stay_within_their_bound() {
         let x: Vec<f64> =
             (-70_000..70_000).map(|i| f64::from(i) * 0.009_973 + 1e-9 * f64::from(i % 97)).collect();
         let mut y = vec![0.0; x.len()];
-        assert!(sigmoid(&x, &mut y));
+        assert!(near_sigmoid(&x, &mut y));
         for (x, y) in x.iter().zip(&y) {
             let exact = Dd::of(*x).sigmoid();
             let error = (Dd::of(*y) - exact).hi.abs();
             assert!(error <= 6.0 * (f64::EPSILON / 2.0) * exact.hi, "{x}: {y:e}, {error:e}");
         }
         let mut out = [0.0; 2];
-        assert!(!sigmoid(&[1.0, 701.0], &mut out) && !sigmoid(&[f64::NAN, 0.0], &mut out));
+        assert!(!near_sigmoid(&[1.0, 701.0], &mut out) && !near_sigmoid(&[f64::NAN, 0.0], &mut out));
+        sigmoid(&[-800.0, 801.0], &mut out);
+        assert_eq!(out, [(-800.0f64).exp(), 1.0]);
     }
 }
