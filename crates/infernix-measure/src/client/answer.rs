@@ -64,6 +64,10 @@ impl Answer {
         Some(self.usage?.completion.saturating_sub(self.accepted()?))
     }
 
+    fn shows_something(&self) -> bool {
+        !(self.tool_calls.is_empty() && self.reasoning.trim().is_empty() && self.content.trim().is_empty())
+    }
+
     /// The message that goes back into the conversation. Reasoning is returned under the name that it came with.
     pub fn message(&self) -> Value {
         let mut message = serde_json::json!({ "role": "assistant", "content": self.content });
@@ -86,7 +90,7 @@ impl Answer {
 pub(super) enum Piece {
     /// Text, reasoning or part of a tool call.
     Text,
-    /// A role, an end, counts.
+    /// A role, an end, counts, white space before anything else.
     Nothing,
     /// `[DONE]`.
     End,
@@ -145,7 +149,8 @@ impl Grammar {
             }
             answer.finish = Some(reason.to_owned());
         }
-        Ok(piece)
+        // Some servers send the white space of their template at once, before they have read the prompt.
+        Ok(if answer.shows_something() { piece } else { Piece::Nothing })
     }
 
     fn delta(&self, choice: &Value, answer: &mut Answer) -> Result<Piece, String> {
@@ -237,6 +242,17 @@ mod tests {
         }
         grammar.finish(&answer)?;
         Ok(answer)
+    }
+
+    #[test]
+    fn white_space_sent_before_the_prompt_is_read_is_no_first_token() {
+        let (mut grammar, mut answer) = (Grammar::default(), Answer::default());
+        let mut take = |text: &str| {
+            let delta = serde_json::json!({ "choices": [{ "delta": { "reasoning_content": text } }] });
+            grammar.take(&delta.to_string(), &mut answer).unwrap()
+        };
+        assert_eq!([take("\n"), take("I"), take(" ")], [Piece::Nothing, Piece::Text, Piece::Text]);
+        assert_eq!(answer.reasoning, "\nI ");
     }
 
     const STOP: &str = r#"{"choices":[{"delta":{},"finish_reason":"stop"}]}"#;
