@@ -108,7 +108,8 @@ fn random_scripts_give_the_texts_of_cold_plain_runs() {
                 assert_eq!(wait(events).0, want, "{} round {round}", case.name);
             }
             engine.shutdown(Drain::Now);
-            assert_eq!(engine.status().stopped.as_deref(), Some("shut down"), "pages or slots leaked");
+            assert_eq!(engine.status().stopped.as_deref(), Some("shut down"));
+            assert_eq!(engine.stop_problem(), None, "pages or slots leaked");
         }
         eprintln!("{}: {cached} cached, {accepted} drafts accepted, {preemptions} pauses", case.name);
         assert!(cached > 0);

@@ -32,6 +32,8 @@ struct Shared {
     /// Mean time of a request, in milliseconds.
     mean: AtomicU64,
     status: Mutex<Status>,
+    /// What went wrong as it stopped.
+    problems: Mutex<Vec<String>>,
     commands: Sender<Command>,
     thread: Mutex<Option<JoinHandle<()>>>,
     warnings: Vec<String>,
@@ -76,6 +78,7 @@ impl Engine {
                             && let Some(shared) = left.upgrade()
                         {
                             lock(&shared.status).stopped.get_or_insert_with(|| INTERNAL.to_owned());
+                            lock(&shared.problems).push(INTERNAL.to_owned());
                         }
                     }
                 }
@@ -100,6 +103,7 @@ impl Engine {
             open: AtomicUsize::new(0),
             mean: AtomicU64::new(1000),
             status: Mutex::new(status),
+            problems: Mutex::default(),
             commands,
             thread: Mutex::new(Some(thread)),
             warnings,
@@ -118,13 +122,11 @@ impl Engine {
         &self.shared.options
     }
 
-    /// What went wrong while the engine stopped, after it has: a cache file that could not be written, a trace that is
-    /// incomplete. `None` after an orderly end.
+    /// What made the engine stop, unless it was told to, and what went wrong as it did: a cache file that could not be
+    /// written, a trace that is incomplete. `None` while it runs and after an orderly end.
     pub fn stop_problem(&self) -> Option<String> {
-        let why = self.stopped()?;
-        why.strip_prefix(super::SHUT_DOWN)
-            .map_or(Some(why.as_str()), |rest| rest.strip_prefix("; "))
-            .map(str::to_owned)
+        let problems = lock(&self.shared.problems);
+        (!problems.is_empty()).then(|| problems.join("; "))
     }
 
     /// Sizes of the model's state.
@@ -205,14 +207,16 @@ struct Worker<R: Runner> {
 impl<R: Runner> Worker<R> {
     fn run(&mut self) {
         let mut renewed = Instant::now() - STATUS_EVERY;
-        let why = loop {
-            match self.take_commands() {
-                Ok(()) => {}
-                Err(why) => break why,
+        let fault = loop {
+            if !self.take_commands() {
+                break None;
             }
             let step = catch_unwind(AssertUnwindSafe(|| self.scheduler.step()));
             if step.is_err() {
-                break INTERNAL.to_owned();
+                break Some(INTERNAL.to_owned());
+            }
+            if let Some(why) = &self.scheduler.stopped {
+                break Some(why.clone());
             }
             let idle = self.scheduler.open() == 0;
             let with_cache = idle || renewed.elapsed() >= STATUS_EVERY;
@@ -220,15 +224,12 @@ impl<R: Runner> Worker<R> {
                 renewed = Instant::now();
             }
             self.report(with_cache);
-            if let Some(why) = &self.scheduler.stopped {
-                break why.clone();
-            }
-            match self.drain {
-                Some(_) if idle => break super::SHUT_DOWN.to_owned(),
-                Some(until) if Instant::now() >= until => break super::SHUT_DOWN.to_owned(),
-                _ => {}
+            if self.drain.is_some_and(|until| idle || Instant::now() >= until) {
+                break None;
             }
         };
+        let why = fault.clone().unwrap_or_else(|| super::SHUT_DOWN.to_owned());
+        self.note_problems([fault]);
         // Whoever hears that the engine has stopped finds it so everywhere.
         self.scheduler.stopped = Some(why.clone());
         self.report(false);
@@ -243,17 +244,19 @@ impl<R: Runner> Worker<R> {
         let integrity = self.scheduler.check_idle();
         let trace = self.scheduler.finish_trace();
         let saved = catch_unwind(AssertUnwindSafe(|| self.scheduler.save_cache()));
-        let mut why = why;
         let saved = saved.unwrap_or_else(|_| Err("the cache could not be saved".into()));
-        for problem in [integrity.err(), trace.err(), saved.err()].into_iter().flatten() {
-            why = format!("{why}; {problem}");
-        }
-        self.scheduler.stopped = Some(why);
+        self.note_problems([integrity.err(), trace.err(), saved.err()]);
         self.report(true);
     }
 
-    /// Takes what has arrived; waits where there is nothing else to do.
-    fn take_commands(&mut self) -> Result<(), String> {
+    fn note_problems<const N: usize>(&self, problems: [Option<String>; N]) {
+        if let Some(shared) = self.shared.upgrade() {
+            lock(&shared.problems).extend(problems.into_iter().flatten());
+        }
+    }
+
+    /// Takes what has arrived; waits where there is nothing else to do. False: the engine is to stop.
+    fn take_commands(&mut self) -> bool {
         loop {
             let command = if self.scheduler.open() > 0 || self.drain.is_some() {
                 self.receiver.try_recv().map_err(|e| e == TryRecvError::Disconnected)
@@ -269,11 +272,10 @@ impl<R: Runner> Worker<R> {
                 Ok(Command::Submit(id, request, sink)) => self.scheduler.submit_as(id, *request, sink),
                 Ok(Command::Cancel(id)) => self.scheduler.cancel(id),
                 Ok(Command::Cache(order, answer)) => drop(answer.send(self.cache(order))),
-                Ok(Command::Shutdown(Drain::Now)) => return Err(super::SHUT_DOWN.into()),
+                // With an error: nobody holds the engine any more.
+                Ok(Command::Shutdown(Drain::Now)) | Err(true) => return false,
                 Ok(Command::Shutdown(Drain::Within(d))) => self.drain = Some(Instant::now() + d),
-                // Nobody holds the engine any more.
-                Err(true) => return Err(super::SHUT_DOWN.into()),
-                Err(false) => return Ok(()),
+                Err(false) => return true,
             }
         }
     }

@@ -66,7 +66,26 @@ fn a_poisoned_backend_stops_the_engine_and_says_so() {
     assert!(matches!(end(&a.1), Event::Failed(_)) && matches!(end(&b.1), Event::Failed(_)));
     let late = engine.submit(request(ids(3, 10), 5), sink().0);
     assert!(matches!(late, Err(SubmitError::Stopped(why)) if why.contains("planted poison")));
-    assert!(engine.stop_problem().is_some());
+    assert_eq!(engine.stop_problem(), Some(why));
+}
+
+#[test]
+fn what_goes_wrong_while_stopping_is_told_apart_from_why_it_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let stopped = |file: std::path::PathBuf| {
+        let mut o = options(64);
+        o.cache.file = Some(file);
+        let engine = Engine::start(o, || Ok(SimModel::new(SimOptions::default()))).unwrap();
+        let (sink, seen) = sink();
+        engine.submit(request(ids(1, 300), 5), sink).unwrap();
+        engine.shutdown(Drain::Within(std::time::Duration::from_secs(60)));
+        assert!(matches!(end(&seen), Event::Finished { .. }));
+        assert_eq!(engine.status().stopped.as_deref(), Some(crate::sched::SHUT_DOWN));
+        engine.stop_problem()
+    };
+    assert_eq!(stopped(folder.path().join("cache")), None);
+    let problem = stopped(folder.path().join("missing/cache")).unwrap();
+    assert!(problem.contains("missing"), "{problem}");
 }
 
 #[test]
