@@ -4,6 +4,7 @@ use crate::Outcome;
 use crate::args::DoctorArgs;
 use crate::output::{self, Table};
 use anyhow::Context as _;
+use infernix_measure::bench::machine::group_memory;
 use rustix::fs::{Advice, Mode, OFlags};
 use serde_json::{Value, json};
 use std::fs::{self, File};
@@ -90,8 +91,7 @@ fn memory() -> Value {
         let line = text.lines().find(|l| l.starts_with(name))?;
         line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
     };
-    let limit =
-        fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|t| t.trim().parse::<u64>().ok());
+    let limit = group_memory().map(|g| g.0);
     json!({ "total_bytes": field("MemTotal:"), "available_bytes": field("MemAvailable:"), "cgroup_limit_bytes": limit })
 }
 

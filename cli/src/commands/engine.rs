@@ -15,7 +15,7 @@ use infernix_engine::model::{ArtifactSource, LoadOptions, load};
 use infernix_engine::ngram::{NgramOptions, open_ngram};
 use infernix_engine::sched::{CacheOptions, Engine, EngineOptions, SpecMode, SpecOptions};
 use infernix_engine::state::KvFormat;
-use infernix_measure::bench::machine::available_memory;
+use infernix_measure::bench::machine::free_memory;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -224,18 +224,6 @@ pub(crate) fn engine_options(
         },
         record_trace: sched.record_trace.clone(),
     })
-}
-
-/// Bytes of memory that this process may still take: the machine's, or its control group's where that allows less; 0 where
-/// unknown.
-fn free_memory() -> u64 {
-    let number = |path: &str| -> Option<u64> { std::fs::read_to_string(path).ok()?.trim().parse().ok() };
-    let group = |limit: &str, used: &str| Some(number(limit)?.saturating_sub(number(used)?));
-    let v2 = group("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current");
-    let v1 =
-        group("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes");
-    let machine = available_memory();
-    v2.or(v1).map_or(machine, |group| group.min(machine))
 }
 
 /// Bytes of cached prefixes in RAM: what was asked for, else 8 GiB or a quarter of what is free.

@@ -57,6 +57,24 @@ pub fn available_memory() -> u64 {
     memory("MemAvailable")
 }
 
+/// Bytes that this process's control group allows and has in use; `None` where nothing limits it.
+pub fn group_memory() -> Option<(u64, u64)> {
+    let number = |path: &str| -> Option<u64> { fs::read_to_string(path).ok()?.trim().parse().ok() };
+    let of = |limit: &str, used: &str| Some((number(limit)?, number(used)?));
+    let v2 = of("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current");
+    let v1 =
+        || of("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes");
+    // The first version states a number near 2^63 where there is no limit.
+    v2.or_else(v1).filter(|(limit, _)| *limit < 1 << 62)
+}
+
+/// Bytes of memory that this process may still take: the machine's, or its control group's where that allows less; 0 where
+/// unknown.
+pub fn free_memory() -> u64 {
+    let machine = available_memory();
+    group_memory().map_or(machine, |(limit, used)| limit.saturating_sub(used).min(machine))
+}
+
 fn memory(key: &str) -> u64 {
     let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let kib = field(&info, key).and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok());
