@@ -66,13 +66,13 @@ impl<S: Clone> PrefixCache<S> {
             }
         }
         victims.sort_unstable();
-        for (live, _, _, id) in victims {
+        for (_, _, _, id) in victims {
             if runner.pool().available() >= goal {
                 break;
             }
             // Dropping one node may have taken others with it.
             if self.tree.nodes[id].as_ref().is_some_and(|node| node.page.is_some()) {
-                self.evict_block(runner, id, live);
+                self.evict_block(runner, id);
             }
         }
         while runner.pool().available() < n {
@@ -90,18 +90,18 @@ impl<S: Clone> PrefixCache<S> {
     }
 
     /// Takes a block's page away; a block that snapshots need goes to RAM if it can.
-    pub(super) fn evict_block<R: Runner<State = S>>(&mut self, runner: &mut R, id: NodeId, live: bool) {
-        if live && self.tree.node(id).host.is_none() {
-            let page = self.tree.node(id).page;
-            let words = page
-                .filter(|_| self.room(self.limits.page_bytes, id, f64::INFINITY))
-                .and_then(|p| runner.save_page(p).ok());
-            match words {
-                Some(words) => {
-                    self.host_bytes += self.limits.page_bytes;
-                    self.tree.node_mut(id).host = Some(words.into());
-                }
-                None => return self.drop_subtree(runner, id),
+    pub(super) fn evict_block<R: Runner<State = S>>(&mut self, runner: &mut R, id: NodeId) {
+        let needed = |c: &Self| c.tree.node(id).live > 0 && c.tree.node(id).host.is_none();
+        if needed(self) {
+            let fits = self.room(runner, self.limits.page_bytes, id, f64::INFINITY);
+            // Making room may have cost the last snapshot that needs the block.
+            if needed(self) {
+                let page = self.tree.node(id).page.filter(|_| fits);
+                let Some(words) = page.and_then(|p| runner.save_page(p).ok()) else {
+                    return self.drop_subtree(runner, id);
+                };
+                self.host_bytes += self.limits.page_bytes;
+                self.tree.node_mut(id).host = Some(words.into());
             }
         }
         let node = self.tree.node_mut(id);
@@ -204,7 +204,7 @@ impl<S: Clone> PrefixCache<S> {
         if self.tree.snap(id).host.is_none() {
             let s = self.tree.snap(id);
             let needed = s.bytes + self.limits.page_bytes * u64::from(!s.tail.is_empty());
-            let fits = self.room(needed, s.node, self.value(id));
+            let fits = self.room(runner, needed, s.node, self.value(id));
             let Some(host) = fits.then(|| self.save(runner, id)).flatten() else {
                 return self.drop_snap(runner, id);
             };
@@ -231,18 +231,24 @@ impl<S: Clone> PrefixCache<S> {
         Some(HostSnap { image: device.image.map(state.into()), page, bytes })
     }
 
+    /// Whether RAM has more room without a snapshot: it has a copy there, or blocks that only it needs are there.
+    fn fills_ram(&self, id: SnapId) -> bool {
+        let s = self.tree.snap(id);
+        let own = |at: &NodeId| self.tree.node(*at).live == 1;
+        let mut blocks = std::iter::successors(Some(s.node), |at| self.tree.node(*at).parent).take_while(own);
+        s.host.is_some() || blocks.any(|at| self.tree.node(at).host.is_some())
+    }
+
     /// Makes room for `bytes` in RAM, for something worth `worth` at `keep`. Gives up superseded snapshots, then the least
-    /// valuable, if they are worth less; never one at `keep`. RAM holds no blocks that no snapshot needs.
-    fn room(&mut self, bytes: u64, keep: NodeId, worth: f64) -> bool {
+    /// valuable, if they are worth less; never one at `keep`. A snapshot of the device whose blocks are in RAM is such a one
+    /// too, or RAM would be full of what nobody asks for any more. RAM holds no blocks that no snapshot needs.
+    fn room<R: Runner<State = S>>(&mut self, runner: &mut R, bytes: u64, keep: NodeId, worth: f64) -> bool {
         if bytes > self.options.host_bytes {
             return false;
         }
         while self.host_bytes + bytes > self.options.host_bytes {
-            let only_host = |id: SnapId| {
-                let s = self.tree.snap(id);
-                s.host.is_some() && s.device.is_none() && s.node != keep
-            };
-            let Some(id) = self.least(only_host) else { return false };
+            let other = |id: SnapId| self.tree.snap(id).node != keep && self.fills_ram(id);
+            let Some(id) = self.least(other) else { return false };
             let (value, superseded) = (self.value(id), self.superseded(id));
             if !superseded && value > worth {
                 // What is refused ages the others as what is dropped does, or what was once worth much would stay for ever.
@@ -254,14 +260,8 @@ impl<S: Clone> PrefixCache<S> {
             if !superseded {
                 self.inflation = self.inflation.max(value);
             }
-            self.events.push(CacheEvent::DroppedSnapshot { tokens: self.tree.frontier(id) });
-            let snap = self.remove_snap(id);
-            if let Some(host) = snap.host {
-                self.host_bytes -= host.bytes;
-            }
             self.tree.node_mut(keep).pins += 1;
-            self.drop_dead_host(snap.node);
-            self.tree.prune(snap.node);
+            self.drop_snap(runner, id);
             self.tree.node_mut(keep).pins -= 1;
         }
         true

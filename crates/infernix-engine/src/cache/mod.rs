@@ -107,7 +107,7 @@ impl<S: Clone> PrefixCache<S> {
             // Dropping one node may have taken others with it.
             let Some(node) = &self.tree.nodes[id] else { continue };
             if node.live == 0 && node.page.is_some_and(|p| !runner.pool().is_shared(p)) {
-                self.evict_block(runner, id, false);
+                self.evict_block(runner, id);
             }
         }
         idle.len()

@@ -242,6 +242,24 @@ mod tests {
         assert!(rates[2] > 0.9, "{rates:?}");
     }
 
+    /// States that are small beside their texts all stay on the device; the texts of conversations that have ended must leave RAM
+    /// all the same when others need the room.
+    #[test]
+    fn ram_gives_up_texts_whose_states_are_on_the_device() {
+        let shape = Synthetic { sessions: 12, turns: 12, head_tokens: 3000, ..Synthetic::default() };
+        let trace = Trace::synthetic(&shape);
+        let mut last = 0;
+        // All texts are 4 GiB, those of the two conversations at a time 700 MiB, of which the device holds 600.
+        for host in [0, 256, 512, 1024, 2048u64] {
+            let o = ReplayOptions { device_bytes: u64::MAX >> 2, ..options(600, host << 20) };
+            let own = replay(&trace, &o).unwrap().cached_tokens;
+            let best = replay_clairvoyant(&trace, &o).unwrap().cached_tokens;
+            assert!(own * 100 >= last * 99, "{host} MiB: {own} tokens, {last} with less");
+            assert!(host < 512 || own * 100 >= best * 99, "{host} MiB: {own} of {best} tokens");
+            last = own;
+        }
+    }
+
     /// Conversations that interleave under a cache that holds a part of them. Measured: 70 and 66 % of what foresight keeps where
     /// a sixth and a third of the texts fit (whoever does not know which conversation goes on next loses there), 99 and
     /// 100 % where two thirds and all do.
