@@ -36,6 +36,7 @@ fn main() -> ExitCode {
             return;
         }
         if INTERRUPTED.swap(true, Ordering::SeqCst) {
+            infernix_measure::replay::kill_servers();
             std::process::exit(130);
         }
     });

@@ -3,14 +3,15 @@
 use crate::bench::gpu::Gpu;
 use crate::client::Endpoint;
 use crate::error::{MeasureError, Result};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process_group, test_kill_process_group, waitpid};
 use std::fs::File;
+use std::io::Write as _;
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -78,7 +79,7 @@ struct Watched {
 pub struct Server {
     /// Where it listens.
     pub endpoint: Endpoint,
-    child: Option<Child>,
+    started: Option<Started>,
     watched: Arc<Watched>,
     watcher: Option<JoinHandle<()>>,
 }
@@ -100,7 +101,7 @@ impl Server {
         let command = match &arm.target {
             Target::Url(url) => {
                 let endpoint = Endpoint::connect(url, key, None)?;
-                return Ok(Self { endpoint, child: None, watched, watcher: None });
+                return Ok(Self { endpoint, started: None, watched, watcher: None });
             }
             Target::Command(command) => command,
         };
@@ -110,24 +111,17 @@ impl Server {
         let output = || -> std::io::Result<Stdio> {
             log.map_or(Ok(Stdio::null()), |p| Ok(File::options().create(true).append(true).open(p)?.into()))
         };
-        let child = Command::new("sh")
-            .arg("-c")
-            .arg(command.replace("{port}", &port.to_string()))
-            .stdin(Stdio::null())
-            .stdout(output().map_err(fail)?)
-            .stderr(output().map_err(fail)?)
-            .process_group(0)
-            .spawn()
-            .map_err(fail)?;
+        let mut shell = Command::new("sh");
+        shell.arg("-c").arg(command.replace("{port}", &port.to_string())).stdin(Stdio::null());
+        shell.stdout(output().map_err(fail)?).stderr(output().map_err(fail)?);
+        let mut started = Started::new(shell).map_err(fail)?;
         let url = format!("http://127.0.0.1:{port}");
-        let mut started = Started { child: Some(child) };
         let end = Instant::now() + patience;
         let endpoint = loop {
             if interrupted.load(Ordering::Relaxed) {
                 return Err(MeasureError::Stopped);
             }
-            let ended = started.child.as_mut().and_then(|c| c.try_wait().ok()).flatten();
-            if let Some(status) = ended {
+            if let Ok(Some(status)) = started.child.try_wait() {
                 return Err(MeasureError::Server(format!(
                     "{}: the server's command ended with {status} before it answered; {}",
                     arm.name,
@@ -143,18 +137,14 @@ impl Server {
                 Err(_) => std::thread::sleep(Duration::from_millis(200)),
             }
         };
-        let child = started.child.take();
-        let pid = child.as_ref().and_then(|c| Pid::from_raw(i32::try_from(c.id()).ok()?));
-        let watcher = pid.map(|pid| {
-            let watched = Arc::clone(&watched);
-            std::thread::spawn(move || watch(pid, budget, &watched))
-        });
-        Ok(Self { endpoint, child, watched, watcher })
+        let (group, seen) = (started.group, Arc::clone(&watched));
+        let watcher = std::thread::spawn(move || watch(group, budget, &seen));
+        Ok(Self { endpoint, started: Some(started), watched, watcher: Some(watcher) })
     }
 
     /// Most resident memory of a server started here, MiB.
     pub fn peak_ram_mib(&self) -> Option<u64> {
-        self.child.as_ref().map(|_| self.watched.ram.load(Ordering::Relaxed))
+        self.started.as_ref().map(|_| self.watched.ram.load(Ordering::Relaxed))
     }
 
     /// Most GPU memory in use while it ran, MiB, where a driver tells.
@@ -179,31 +169,83 @@ impl Drop for Server {
         if let Some(w) = self.watcher.take() {
             let _ = w.join();
         }
-        drop(Started { child: self.child.take() });
     }
 }
 
+/// Groups that were started here and have not been ended.
+static RUNNING: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
+
+fn running() -> MutexGuard<'static, Vec<Pid>> {
+    RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Kills every server that was started here and waits until it is gone, for a process that is about to end without dropping
+/// its [`Server`]s.
+pub fn kill_servers() {
+    running().iter().for_each(|group| kill(*group));
+}
+
+/// Kills a group and waits until nothing of it is left. What does not go within five seconds hangs in the kernel.
+fn kill(group: Pid) {
+    let _ = kill_process_group(group, Signal::KILL);
+    // Its leader is a child of this process, the others are the system's to reap.
+    let _ = waitpid(Some(group), WaitOptions::empty());
+    let end = Instant::now() + Duration::from_secs(5);
+    while test_kill_process_group(group).is_ok() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Kills the group `$0` when its input ends without a line: the kernel closes it when this process ends, however it does.
+const GUARD: &str = r#"read -r line || kill -s KILL -- "-$0""#;
+
 /// A child's process group, ended when dropped: asked first, after ten seconds forced.
 struct Started {
-    child: Option<Child>,
+    child: Child,
+    group: Pid,
+    /// Ends the group when this process cannot.
+    guard: Child,
+    word: Option<ChildStdin>,
+}
+
+impl Started {
+    /// Starts a command in a group of its own.
+    fn new(mut command: Command) -> std::io::Result<Self> {
+        let child = command.process_group(0).spawn()?;
+        let group = Pid::from_child(&child);
+        running().push(group);
+        let guard = Command::new("sh")
+            .args(["-c", GUARD, &group.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn();
+        match guard {
+            Ok(mut guard) => Ok(Self { child, group, word: guard.stdin.take(), guard }),
+            Err(e) => {
+                kill(group);
+                running().retain(|g| *g != group);
+                Err(e)
+            }
+        }
+    }
 }
 
 impl Drop for Started {
     fn drop(&mut self) {
-        let Some(mut child) = self.child.take() else { return };
-        let group = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-        let signal = |s| group.map(|g| kill_process_group(g, s));
-        signal(Signal::TERM);
+        let _ = kill_process_group(self.group, Signal::TERM);
         let end = Instant::now() + Duration::from_secs(10);
-        while Instant::now() < end {
-            if !matches!(child.try_wait(), Ok(None)) {
-                break;
-            }
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(50));
         }
         // Whatever else it started goes too.
-        signal(Signal::KILL);
-        let _ = child.wait();
+        kill(self.group);
+        running().retain(|g| *g != self.group);
+        if let Some(mut word) = self.word.take() {
+            let _ = word.write_all(b"done\n");
+        }
+        let _ = self.guard.wait();
     }
 }
 

@@ -13,7 +13,7 @@ pub mod record;
 pub mod report;
 pub mod runner;
 
-pub use arms::{Arm, Budget, Server, Target};
+pub use arms::{Arm, Budget, Server, Target, kill_servers};
 pub use corpus::Corpus;
 pub use plan::{FULL_CONTEXT, Plan, PlanOptions, agentic};
 pub use report::{Played, Report};
