@@ -22,7 +22,8 @@ pub(crate) struct ExportArgs {
     /// Folder (safetensors) or file (GGUF) to write; nothing is overwritten
     #[arg(long, short, value_name = "OUT")]
     pub(crate) output: PathBuf,
-    /// Components to export [default: all but block drafters, which are checkpoints of their own]
+    /// Components to export [default: all but block drafters, which are checkpoints of their own, and a drafter that
+    /// readers of the target refuse]
     #[arg(long, value_delimiter = ',', value_name = "text,vision,mtp,dflash,dflash2")]
     pub(crate) components: Vec<String>,
     /// n-gram volume, where it is not beside the artifact

@@ -20,7 +20,7 @@ use infernix_artifact::ngram::{NgramTable, RowFormat, Volume, locate};
 use infernix_formats::PlaneRole;
 use infernix_formats::expert_bank::ExpertMatrix;
 use infernix_formats::ggml::GgmlType;
-use infernix_model::{Component, DrafterConfig, ModelConfig};
+use infernix_model::{Architecture, Component, DrafterConfig, ModelConfig};
 use serde_json::{Value, json};
 
 use crate::ConvertError;
@@ -60,7 +60,8 @@ pub struct ExportOptions {
     pub output: PathBuf,
     /// The n-gram volume, where it is not beside the artifact.
     pub ngram: Option<PathBuf>,
-    /// Components; `None` for all but block drafters, which are checkpoints of their own.
+    /// Components; `None` for all but block drafters, which are checkpoints of their own, and but drafters that readers of
+    /// the target refuse.
     pub components: Option<Vec<Component>>,
     /// Largest data of a shard; one tensor may be larger.
     pub shard_bytes: u64,
@@ -296,7 +297,7 @@ pub fn plan_export(options: &ExportOptions) -> Result<ExportPlan, ConvertError> 
     let has = |c: Component| held.contains_key(c.name());
     let only_drafter = !has(Component::Text);
     let mut left_out = Vec::new();
-    let components = match &options.components {
+    let mut components = match &options.components {
         Some(list) => {
             if let Some(c) = list.iter().find(|c| !has(**c)) {
                 return Err(fail(format!("has no component {c}")));
@@ -337,6 +338,16 @@ pub fn plan_export(options: &ExportOptions) -> Result<ExportPlan, ConvertError> 
         }
         _ => Described::Model(Box::new(model(&artifact)?)),
     };
+    if options.target == ExportTarget::Gguf
+        && options.components.is_none()
+        && matches!(&described, Described::Model(c) if c.architecture == Architecture::Qwen4Exp)
+        && let Some(at) = components.iter().position(|c| *c == Component::Mtp)
+    {
+        components.remove(at);
+        let reason = "llama.cpp knows no drafter of qwen4exp and refuses a model with tensors it does not know; \
+                      --components with mtp writes it for readers that do";
+        left_out.push((Component::Mtp.name().to_owned(), reason.to_owned()));
+    }
     let mut weights = weights::weights(&artifact, &described, &components)?;
     let table = NgramTable::of(artifact.directory()).map_err(fail)?;
     let volume = match table.filter(|_| !weights.tables.is_empty()) {

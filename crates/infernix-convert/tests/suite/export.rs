@@ -174,8 +174,9 @@ fn checkpoints_keep_every_value_as_gguf() {
         let dir = tempfile::tempdir().unwrap();
         let (first, _) = artifact(dir.path(), &checkpoint, recipe);
         let file = dir.path().join("back.gguf");
-        let outcome =
-            exported(&to(&first, ExportTarget::Gguf, &file)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let mut o = to(&first, ExportTarget::Gguf, &file);
+        o.components = Some(vec![Component::Text, Component::Vision, Component::Mtp]);
+        let outcome = exported(&o).unwrap_or_else(|e| panic!("{name}: {e}"));
         // The image tower lies in a file of its own.
         assert_eq!(outcome.files.len(), 2);
         let mut o = options(&file, "auto", &dir.path().join("b.infernix"));

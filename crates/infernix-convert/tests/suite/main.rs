@@ -14,6 +14,7 @@ mod export;
 mod fixtures;
 mod gguf;
 mod kinds;
+mod llama_cpp;
 mod proof;
 mod recipes;
 mod resume;
