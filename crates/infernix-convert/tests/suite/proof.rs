@@ -4,11 +4,11 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::{converted, demo, fixture, options, shared};
-use crate::tensors::{load, rebuilt};
+use crate::tensors::{Tensors, load, rebuilt};
 use infernix_artifact::{Artifact, Interrupt};
 use infernix_convert::{RepairOptions, Silent, SourceSpec, VerifyOptions, VerifyReport, repair, verify};
 use infernix_formats::expert_bank::{BankShape, ExpertMatrix};
-use infernix_formats::{Format, Layout, expert_bank::ExpertRecord};
+use infernix_formats::{Format, Layout, PlaneRole, expert_bank::ExpertRecord, nvfp4, planes};
 
 const EXACT: &str = "qwen3_8_flash_next_nvfp4";
 
@@ -212,6 +212,73 @@ fn shards_and_fused_experts_do_not_change_the_digest() {
         }
     });
     assert_eq!(digest(&bf16, "auto", "c"), digest(&apart, "auto", "d"), "fused or per expert");
+}
+
+/// Names of an NVFP4 matrix's words: ModelOpt's multipliers, compressed-tensors' divisors.
+const CONVENTIONS: [[&str; 4]; 2] = [
+    ["weight", "weight_scale", "weight_scale_2", "input_scale"],
+    ["weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"],
+];
+
+/// Renames NVFP4 matrices from one convention to the other; second scales become their reciprocals.
+fn in_the_other_convention(tensors: &mut Tensors, from: &[&str; 4], to: &[&str; 4]) {
+    let second = format!(".{}", from[2]);
+    let bases: Vec<String> =
+        tensors.keys().filter_map(|n| n.strip_suffix(&second)).map(str::to_owned).collect();
+    assert!(!bases.is_empty());
+    for base in bases {
+        for (n, (from, to)) in from.iter().zip(to).enumerate() {
+            let Some((dtype, shape, mut bytes)) = tensors.remove(&format!("{base}.{from}")) else { continue };
+            if n >= 2 {
+                let word = f32::from_le_bytes(bytes[..].try_into().unwrap());
+                bytes = (1.0 / word).to_le_bytes().to_vec();
+            }
+            tensors.insert(format!("{base}.{to}"), (dtype, shape, bytes));
+        }
+    }
+}
+
+/// Row-major planes of an NVFP4 matrix, or the records of a bank; without second scales, which are what differs.
+fn nvfp4_planes(artifact: &Artifact, object: &infernix_convert::PlannedObject) -> Vec<Vec<u8>> {
+    let stored = artifact.bytes(artifact.object(&object.id).unwrap()).unwrap();
+    let planes = planes(object.layout, object.format.unwrap(), &object.shape).unwrap();
+    let kept = planes.iter().filter(|p| p.role != PlaneRole::GlobalScale);
+    kept.map(|p| {
+        let bytes = &stored.as_ref()[p.offset as usize..][..p.bytes as usize];
+        let mut out = bytes.to_vec();
+        if p.role == PlaneRole::Scales {
+            let k = object.shape[object.shape.len() - 1] as usize;
+            nvfp4::unpack_scales(object.layout, k, bytes, &mut out).unwrap();
+        }
+        out
+    })
+    .collect()
+}
+
+#[test]
+fn both_nvfp4_conventions_give_equal_code_and_scale_planes() {
+    let cases = [(Some(demo()), 0, 8), (fixture("dense-demo-quasar"), 1, 62)];
+    for (source, convention, at_least) in cases {
+        let Some(source) = source else { continue };
+        let dir = tempfile::tempdir().unwrap();
+        let other = dir.path().join("other");
+        let (from, to) = (&CONVENTIONS[convention], &CONVENTIONS[1 - convention]);
+        rebuilt(&source, &other, |t| in_the_other_convention(t, from, to));
+        let make = |source: &Path, name: &str| {
+            let out = dir.path().join(name);
+            let (plan, _) = converted(&options(source, "auto", &out)).unwrap();
+            (plan, Artifact::open(&out).unwrap())
+        };
+        let ((one, a), (two, b)) = (make(&source, "a.infernix"), make(&other, "b.infernix"));
+        let mut compared = 0;
+        for x in one.objects.iter().filter(|o| matches!(o.format, Some(Format::Nvfp4 | Format::Nvfp4Mul))) {
+            let y = two.objects.iter().find(|o| o.parameters == x.parameters).unwrap();
+            assert!(matches!(y.format, Some(Format::Nvfp4 | Format::Nvfp4Mul)) && y.format != x.format);
+            assert_eq!(nvfp4_planes(&a, x), nvfp4_planes(&b, y), "{:?}", x.parameters);
+            compared += 1;
+        }
+        assert!(compared >= at_least, "{source:?}: {compared} objects");
+    }
 }
 
 #[test]
