@@ -3,7 +3,9 @@
 // Work is cut into items: `rph` consecutive row groups (16 rows) of one job. A CTA of eight consumer warps and a producer owns
 // a contiguous run of items; a stage of its ring is one item, one bulk copy. The warps split its row groups, then K. Several
 // CTAs share a multiprocessor and hide each other's latency. Sums are exact integers: no cut of the work changes a bit.
+// Picks that the host computes are in no job: the down kernel waits for their outputs when it has asked for its weights (help.cuh).
 // Inputs of gate/up arrive quantised (moe.cu, one block a pick); inputs of down are quantised here when the job changes.
+#include "help.cuh"
 #include "w4a4.cuh"
 
 #define TEAM 256
@@ -12,7 +14,7 @@ template <int CMAX, bool UP>
 DEV void experts_body(const u64* __restrict__ records, const float* __restrict__ alpha, const float* __restrict__ in_scale,
                       const int* __restrict__ jobs, const int* __restrict__ list, const int* __restrict__ count,
                       const u8* __restrict__ x, u16* __restrict__ y, int K, int row_groups, int rph, size_t offset, int stages,
-                      int divisor) {
+                      int divisor, u32* mail, u32* state, int answers) {
   extern __shared__ __align__(128) u8 smem[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int U = K >> 4, rg_bytes = U * 144, item_bytes = rph * rg_bytes, ipj = (row_groups + rph - 1) / rph;
@@ -61,7 +63,11 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
         bulk_load(s_stage + slot * item_bytes, rec + offset + (size_t)k * item_bytes, bytes, full);
       }
     }
-    if (!UP) pdl_wait();
+    if (!UP) {
+      pdl_wait();
+      __syncwarp();
+      if (mail) take_answers(mail, state, answers, y, row_groups * 16, lane);
+    }
     return;
   }
   if (!UP) pdl_wait();
@@ -182,8 +188,10 @@ DEV void experts_body(const u64* __restrict__ records, const float* __restrict__
 #define ENTRY(NAME, CMAX, UP, PER_SM)                                                                                      \
   extern "C" __global__ void __launch_bounds__(TEAM + 32, PER_SM)                                                          \
   NAME(const u64* records, const float* alpha, const float* in_scale, const int* jobs, const int* list, const int* count,  \
-       const u8* x, u16* y, int K, int row_groups, int rph, u64 offset, int stages, int divisor) {                         \
-    experts_body<CMAX, UP>(records, alpha, in_scale, jobs, list, count, x, y, K, row_groups, rph, offset, stages, divisor); \
+       const u8* x, u16* y, int K, int row_groups, int rph, u64 offset, int stages, int divisor, u32* mail,                \
+       u32* state, int answers) {                                                                                     \
+    experts_body<CMAX, UP>(records, alpha, in_scale, jobs, list, count, x, y, K, row_groups, rph, offset, stages, divisor,  \
+                           mail, state, answers);                                                                           \
   }
 ENTRY(w4a4_up_1, 1, true, 4)
 ENTRY(w4a4_up_4, 4, true, 3)

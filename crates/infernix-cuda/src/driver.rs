@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_void};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
@@ -403,6 +403,14 @@ impl PinnedBuffer {
     /// Address for kernels (unified addressing: the same as the host's).
     pub fn device_ptr(&self) -> u64 {
         self.ptr as u64
+    }
+}
+
+impl AsRef<[AtomicU32]> for PinnedBuffer {
+    /// The words as both sides see them at any time. Kernels must write whole aligned words.
+    fn as_ref(&self) -> &[AtomicU32] {
+        // SAFETY: ptr/bytes describe the allocation, page-aligned; an atomic is laid out as its integer.
+        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.bytes / 4) }
     }
 }
 

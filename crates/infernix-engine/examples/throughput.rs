@@ -1,5 +1,5 @@
 //! Throughput of a synthetic model on a CUDA device, without the rest of the program:
-//! `throughput GEOMETRY BUDGET_MIB PROMPT GENERATE REPETITIONS CHUNK [--depth N] [--profile FILE] [--layers N] [--window N]`.
+//! `throughput GEOMETRY BUDGET_MIB PROMPT GENERATE REPETITIONS CHUNK [--depth N] [--profile FILE] [--layers N] [--window N] [--workers N] [--lend 0|1]`.
 //! One JSON document; `infernix bench` measures the same way.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program")]
 
@@ -46,6 +46,8 @@ fn run() -> Result<Value, EngineError> {
         profile: profile.is_some(),
         prompt_rows: chunk,
         window,
+        workers: flag("--workers").and_then(|v| v.parse().ok()),
+        lend: flag("--lend").is_none_or(|v| v != "0"),
         ..CudaOptions::default()
     };
     let backend = Cuda::new(options)?;
@@ -83,8 +85,12 @@ fn run() -> Result<Value, EngineError> {
         let streamed = d.model.backend.take_tier_counts();
         let mut id = logits.first().map_or(1, |l| argmax(l));
         let clock = Instant::now();
-        for _ in 0..generate {
+        let mut quarters = Vec::new();
+        for i in 0..generate {
             id = argmax(&d.decode(&mut s, id)?);
+            if (i + 1) % generate.div_ceil(4) == 0 || i + 1 == generate {
+                quarters.push(clock.elapsed().as_secs_f64() * 1e3);
+            }
         }
         let decode_seconds = clock.elapsed().as_secs_f64();
         let c = d.model.backend.take_tier_counts();
@@ -97,9 +103,13 @@ fn run() -> Result<Value, EngineError> {
         generations.push(generate as f64 / decode_seconds);
         counts.push(json!({
             "hit_rate": (c.picks > 0).then(|| 1.0 - c.misses as f64 / c.picks as f64),
-            "decode_miss_records": c.miss_records, "promoted": c.promotions, "streamed": streamed.streamed,
+            "decode_miss_records": c.miss_records, "decode_cpu_records": c.cpu_records,
+            "decode_cpu_share": (c.miss_records > 0).then(|| c.cpu_records as f64 / c.miss_records as f64),
+            "promoted": c.promotions, "streamed": streamed.streamed,
             "prompt_link_gb": (streamed.streamed * record) as f64 / 1e9,
-            "decode_link_mb_a_token": ((c.miss_records + c.promotions) * record) as f64 / 1e6 / generate.max(1) as f64,
+            "decode_link_mb_a_token":
+                ((c.miss_records.saturating_sub(c.cpu_records) + c.promotions) * record) as f64 / 1e6 / generate.max(1) as f64,
+            "decode_ms_after_each_quarter": quarters,
             "prompt_seconds": prompt_seconds, "decode_ms_a_token": decode_seconds * 1e3 / generate.max(1) as f64,
         }));
     }
@@ -111,12 +121,19 @@ fn run() -> Result<Value, EngineError> {
             |decode| -> Value { p.totals(decode).into_iter().map(|(k, v)| (k, json!(v.round()))).collect() };
         parts = json!({"prompt_round_us": totals(false), "decode_round_us": totals(true)});
     }
+    let workers = b.worker_rates().map(|r| {
+        json!({
+            "threads": r.threads, "post_us": r.post_seconds * 1e6, "expert_us": r.expert_seconds * 1e6,
+            "link_us": r.link_seconds * 1e6, "split": r.split,
+        })
+    });
     let ledger: Value = b.ledger().lines().into_iter().map(|(k, v)| (k, json!(v))).collect();
     let command: Vec<_> = args.iter().map(|a| a.rsplit('/').next().unwrap_or(a)).collect();
     Ok(json!({
         "kind": "throughput", "command": format!("throughput {}", command.join(" ")), "synthetic": true,
         "device": b.device_name(), "copy_bytes_per_second": rate, "build_seconds": built, "load_seconds": loaded,
-        "memory_mib": ledger, "expert_frames": b.expert_frames().0, "expert_record_bytes": b.expert_frames().1,
+        "memory_mib": ledger, "expert_frames": b.expert_frames().0, "lent_frames": b.lent_frames(), "workers": workers,
+        "expert_record_bytes": b.expert_frames().1,
         "prompt": prompt, "generate": generate, "depth": depth, "depth_seconds": depth_seconds,
         "chunk": chunk, "window": window,
         "prompt_tok_s": prompts, "decode_tok_s": generations, "experts": counts, "parts": parts,

@@ -38,6 +38,38 @@ fn cuda(a: &Arc<Artifact>, placement: Placement, graphs: bool) -> Driver<Cuda> {
     driver(a, Cuda::new(CudaOptions { placement, graphs, ..CudaOptions::default() }).unwrap())
 }
 
+/// Decode rounds between prompts of all lengths, and rounds of many columns: what memory prompts and their experts share changes
+/// hands each time.
+fn between_prompts(d: &mut Driver<Cuda>, text: &[u32]) -> Vec<Vec<f32>> {
+    let vocab = d.model.config.vocab;
+    let mut s = d.open(7).unwrap();
+    d.prefill(&mut s, &text[..20], Want::None).unwrap();
+    let mut out = Vec::new();
+    let mut other = d.open(0).unwrap();
+    for (i, prompt) in [(0, 5), (1, 200), (2, 30), (3, 64), (4, 300), (5, 10)] {
+        d.prefill(&mut other, &ids(vocab, prompt, 20 + i), Want::None).unwrap();
+        for _ in 0..12 {
+            let at = s.len();
+            out.push(d.decode(&mut s, text[at]).unwrap());
+        }
+        for columns in [3, 60] {
+            // The longer ones need memory that short ones leave to experts.
+            let at = s.len();
+            let more = ids(vocab, columns, 40 + i);
+            let mut lanes = [
+                LaneInput { sequence: &mut s, ids: &text[at..at + columns.min(8)], want: Want::All },
+                LaneInput { sequence: &mut other, ids: &more, want: Want::Last },
+            ];
+            out.extend(d.run(CallKind::Decode, &mut lanes).unwrap()[0].logits.clone());
+            d.commit(&mut s, columns.min(8)).unwrap();
+            d.commit(&mut other, 1).unwrap();
+        }
+    }
+    d.close(s);
+    d.close(other);
+    out
+}
+
 fn ids(vocab: u64, n: usize, seed: u64) -> Vec<u32> {
     (0..n as u64)
         .map(|i| (mix(seed.wrapping_mul(1_000_003).wrapping_add(i)) % vocab.min(4000)) as u32)
@@ -254,17 +286,59 @@ fn a_model_runs_on_the_device_as_on_the_processor() {
             d.close(b);
         }
 
-        // Where experts lie does not show.
-        for placement in [Placement::Host, Placement::RandomHalf(3), Placement::Frames(24)] {
-            let mut p = cuda(&a, placement, true);
+        // Where experts lie and who computes them does not show.
+        let between = between_prompts(&mut d, &text);
+        for (placement, workers, lend) in [
+            (Placement::Host, 0, false),
+            (Placement::Host, 3, false),
+            (Placement::RandomHalf(3), 0, false),
+            (Placement::RandomHalf(3), 2, false),
+            (Placement::Frames(24), 0, true),
+            (Placement::Frames(24), 4, true),
+            (Placement::Frames(24), 4, false),
+        ] {
+            let options = CudaOptions { placement, workers: Some(workers), lend, ..CudaOptions::default() };
+            let mut p = driver(&a, Cuda::new(options).unwrap());
+            // Whatever was measured, on this small model the link alone would be faster.
+            p.model.backend.split_misses([0, 1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8, 8]);
             let got = one_by_one(&mut p, &text[..150], from);
             let counts = p.model.backend.tier_counts();
-            eprintln!("{name} {placement:?}: {counts:?}");
-            hold(same(&got, &single[..got.len()]) == 0, format!("{name}: {placement:?}"));
+            let what = format!("{placement:?}, {workers} workers, lending {lend}");
+            eprintln!("{name} {what}: {} lent, {counts:?}", p.model.backend.lent_frames());
+            eprintln!("{name} {what}: {:?}", p.model.backend.worker_rates());
+            hold(same(&got, &single[..got.len()]) == 0, format!("{name}: {what}"));
+            let got = between_prompts(&mut p, &text);
+            hold(same(&got, &between) == 0, format!("{name}: between prompts, {what}"));
+            let all_computed = workers == 0 || counts.misses == 0 || counts.cpu_records > 0;
+            hold(all_computed, format!("{name}: the CPU had no share, {what}"));
             let mut s = p.open(7).unwrap();
             let got = p.prefill(&mut s, &text, Want::All).unwrap().logits;
-            let (median, ..) = compare(&format!("{name} prompt with {placement:?}"), &got, &want);
-            hold(median <= bound, format!("{name}: prompt with {placement:?}"));
+            let (median, ..) = compare(&format!("{name} prompt with {what}"), &got, &want);
+            hold(median <= bound, format!("{name}: prompt with {what}"));
+        }
+
+        // Threads that stop answering fail a round, and later ones do without them.
+        let options = CudaOptions {
+            placement: Placement::Host,
+            workers: Some(2),
+            lend: false,
+            ..CudaOptions::default()
+        };
+        let mut p = driver(&a, Cuda::new(options).unwrap());
+        p.model.backend.split_misses([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8, 8, 8, 8]);
+        if p.model.backend.worker_rates().is_some() {
+            let mut s = p.open(7).unwrap();
+            p.prefill(&mut s, &text[..from], Want::None).unwrap();
+            let got: Vec<_> = text[from..from + 5].iter().map(|id| p.decode(&mut s, *id).unwrap()).collect();
+            hold(same(&got, &single[..5]) == 0, format!("{name}: before threads stop"));
+            p.model.backend.halt_workers();
+            let clock = std::time::Instant::now();
+            let failed = p.decode(&mut s, text[from + 5]).map(drop).unwrap_err().to_string();
+            eprintln!("{name} threads that stop: {failed}; after {:?}", clock.elapsed());
+            hold(failed.contains("took more than"), format!("{name}: threads that stop: {failed}"));
+            p.close(s);
+            let got = one_by_one(&mut p, &text[..from + 20], from);
+            hold(same(&got, &single[..20]) == 0, format!("{name}: after threads stopped"));
         }
         assert!(wrong.is_empty(), "{wrong:?}");
         eprintln!("{name}: done; ledger {:?}", d.model.backend.ledger().lines());

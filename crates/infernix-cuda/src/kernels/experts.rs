@@ -95,6 +95,61 @@ pub struct Routed {
     pub weights: u64,
 }
 
+/// Experts without a frame that the host computes: `kernels/help.cuh`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Help {
+    /// U32 `[E]`: not 0 where an expert has no frame.
+    pub away: u64,
+    /// Words of [`mail`], page-locked host memory.
+    pub mail: u64,
+    /// U32 `[STATE]` of device memory: posts so far, the post to wait for, its entries, whether the host
+    /// was late, their picks; 0 at first.
+    pub state: u64,
+    /// Four bits for each number of experts without a frame, from none on: how many of them the host computes.
+    pub split: u64,
+    /// What the host knows the layer by.
+    pub bank: usize,
+}
+
+impl Help {
+    /// Words of `state`.
+    pub const STATE: usize = 4 + mail::MOST;
+    /// Rows of a round, at most: as many picks may an expert have.
+    pub const ROWS: usize = 4;
+}
+
+/// Words that the device and the host share.
+pub mod mail {
+    /// Number of the last post; written last.
+    pub const POST: usize = 0;
+    /// Bank of the post.
+    pub const BANK: usize = 1;
+    /// Entries of the post.
+    pub const ENTRIES: usize = 2;
+    /// Expert and pick of each entry, picks of an expert together.
+    pub const LIST: usize = 4;
+    /// Number of the last post answered, written last.
+    pub const REPLY: usize = 128;
+    /// Number of a post that the device gave up.
+    pub const LATE: usize = 160;
+    /// Quantised inputs, [`super::act_bytes`] an entry; then answers, BF16 `[entries][h]`.
+    pub const ACT: usize = 256;
+    /// Entries of a post, at most.
+    pub const MOST: usize = 32;
+    /// Experts of a post, at most.
+    pub const EXPERTS: usize = 8;
+
+    /// First word of the answers.
+    pub fn answers(h: usize) -> usize {
+        ACT + MOST * super::act_bytes(h) / 4
+    }
+
+    /// Words in all.
+    pub fn words(h: usize) -> usize {
+        answers(h) + MOST * h / 2
+    }
+}
+
 impl Router {
     /// Rows of one call of [`Router::route`], at most.
     pub const ROUTED_ROWS: usize = 32;
@@ -112,15 +167,18 @@ impl Router {
         x: u64,
         h: usize,
         act: u64,
+        help: Option<&Help>,
         pdl: bool,
     ) -> Result<()> {
         let picks = rows * self.top;
-        if rows > Self::ROUTED_ROWS {
+        if rows > Self::ROUTED_ROWS || (help.is_some() && rows > Help::ROWS) {
             return Err(CudaError::Shape { kernel: "route", what: format!("{rows} rows") });
         }
         let a = Args::new().ptr(r.logits).ints(&[r.pitch, picks, self.experts, width]).ptr(r.forced);
         let a = a.ptr(r.ids).ptr(r.weights).ptr(j.jobs).ptr(j.list).ptr(j.count);
         let a = a.ptr(x).ptr(t.input).ptr(act).ints(&[h, self.top, usize::from(t.divisor)]);
+        let p = help.copied().unwrap_or_default();
+        let a = a.ptr(p.away).ptr(p.mail).ptr(p.state).ptr(p.split).int(p.bank);
         s.launch(&self.route, [picks as u32 + 1, 1, 1], 1024, pdl, &a)
     }
 }
@@ -244,7 +302,8 @@ impl W4a4 {
         self.gate_up_bytes() + self.h / 16 * (self.i / 16) * 144
     }
 
-    /// Both products. `act`: the quantised inputs of [`Router::prepare`]; `mid` BF16 `[picks][i]`; `y` BF16 `[picks][h]`.
+    /// Both products. `act`: the quantised inputs of [`Router::prepare`]; `mid` BF16 `[picks][i]`; `y` BF16 `[picks][h]`. `help`:
+    /// that of the [`Router::route`] before.
     #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts")]
     pub fn launch(
         &self,
@@ -254,8 +313,10 @@ impl W4a4 {
         act: u64,
         mid: u64,
         y: u64,
+        help: Option<&Help>,
         pdl: bool,
     ) -> Result<()> {
+        let (mail, state) = help.map_or((0, 0), |p| (p.mail, p.state));
         let args = |x: u64, y: u64, k: usize, groups: usize, p: Half, offset: usize| {
             let a = Args::new()
                 .ptr(t.records)
@@ -266,7 +327,8 @@ impl W4a4 {
                 .ptr(j.count)
                 .ptr(x)
                 .ptr(y);
-            a.ints(&[k, groups, p.rph, offset, p.stages, usize::from(t.divisor)])
+            let a = a.ints(&[k, groups, p.rph, offset, p.stages, usize::from(t.divisor)]);
+            a.ptr(mail).ptr(state).int(mail::answers(self.h))
         };
         let up = args(act, mid, self.h, 2 * self.i / 16, self.up_plan, 0);
         s.launch(&self.up, [self.up_plan.grid, 1, 1], 288, pdl, &up)?;

@@ -184,7 +184,7 @@ pub(super) fn check(run: &mut Run) -> Result<()> {
                     act.ptr(),
                     false,
                 )?;
-                k.launch(&run.stream, &l.table, jobs, act.ptr(), mid.ptr(), y.ptr(), true)?;
+                k.launch(&run.stream, &l.table, jobs, act.ptr(), mid.ptr(), y.ptr(), None, true)?;
                 run.stream.synchronize()?;
                 let (gm, gy): (Vec<u16>, Vec<u16>) = (mid.read(0, picks * i)?, y.read(0, picks * h)?);
                 // All picks of small calls, a sample of large ones (the oracle is scalar).
@@ -290,11 +290,29 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
                 k.width
             );
             let us = run.time(sets, |s| {
-                k.launch(&run.stream, &ls[s % layers].table, jobs_of(s), act.ptr(), mid.ptr(), y.ptr(), true)
+                k.launch(
+                    &run.stream,
+                    &ls[s % layers].table,
+                    jobs_of(s),
+                    act.ptr(),
+                    mid.ptr(),
+                    y.ptr(),
+                    None,
+                    true,
+                )
             })?;
             let with = run.time(sets, |s| {
                 prepare(s, true)?;
-                k.launch(&run.stream, &ls[s % layers].table, jobs_of(s), act.ptr(), mid.ptr(), y.ptr(), true)
+                k.launch(
+                    &run.stream,
+                    &ls[s % layers].table,
+                    jobs_of(s),
+                    act.ptr(),
+                    mid.ptr(),
+                    y.ptr(),
+                    None,
+                    true,
+                )
             })?;
             run.timed("w4a4", case.clone(), us, bytes);
             if *t == base {

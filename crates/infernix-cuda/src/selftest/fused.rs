@@ -139,7 +139,7 @@ fn route(run: &mut Run) -> Result<()> {
             if fused {
                 let o =
                     Routed { logits: logits.ptr(), pitch: e, forced: 0, ids: ids.ptr(), weights: w.ptr() };
-                r.route(s, o, rows, width, j, &t, x.ptr(), h, act.ptr(), false)?;
+                r.route(s, o, rows, width, j, &t, x.ptr(), h, act.ptr(), None, false)?;
             } else {
                 r.select(s, logits.ptr(), e, rows, ids.ptr(), w.ptr(), false)?;
                 r.prepare(s, ids.ptr(), rows, width, j, &t, x.ptr(), h, act.ptr(), true)?;

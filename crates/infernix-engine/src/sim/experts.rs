@@ -99,7 +99,7 @@ fn engine(routing: &[Vec<Vec<Vec<u32>>>], frames: usize) -> ExpertHits {
     let mut moving: Vec<Move> = Vec::new();
     for call in routing {
         residency.end_moves(&moving);
-        moving = residency.begin_moves(|_, _| true);
+        moving = residency.begin_moves(|_| true, |_, _| true);
         for (layer, rows) in call.iter().enumerate() {
             let ids = rows.iter().flatten().map(|e| layer * width + *e as usize);
             let uses = residency.note(ids.collect());

@@ -13,7 +13,7 @@ mod buf;
 mod cells;
 mod delta;
 mod elementwise;
-mod experts;
+pub(crate) mod experts;
 pub mod isa;
 pub mod linear;
 mod narrow;

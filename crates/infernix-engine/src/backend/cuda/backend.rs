@@ -1,5 +1,6 @@
 //! [`Backend`] on a CUDA device.
 
+use super::blocks::FEW_ROWS;
 use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::CudaExperts;
 use super::state::{CudaSnapshot, DeviceState};
@@ -11,9 +12,6 @@ use crate::ngram::NgramTicket;
 use crate::state::StateLayout;
 use infernix_cuda::kernels::linear::Out;
 use infernix_cuda::kernels::moves::RowCopy;
-
-/// Widths of the hidden state that a prompt row's activations take while its experts run, in BF16.
-const ROW_WIDTHS: usize = 26;
 
 impl Backend for Cuda {
     type Buf = CudaBuf;
@@ -57,14 +55,14 @@ impl Backend for Cuda {
         let b = self.vram.take("rounds", 4 * identity.len())?;
         b.write(0, &identity).map_err(fault)?;
         self.identity = Some(b);
+        let mut lent = 0..0;
         if self.tiers.layers() > 0 {
-            // Experts get what activations leave. Most of a prompt row's are its picks: packed inputs, hidden values and outputs.
-            let rows = self.options.prompt_rows;
-            let most =
-                rows.min(self.options.window) * ROW_WIDTHS * self.hidden * 2 + rows * 4 * self.hidden * 2;
-            self.arena.reserve(most + (128 << 20))?;
+            // Experts get what activations leave.
+            lent = self.arena.reserve(self.activations(self.options.prompt_rows))?;
+            lent.start += self.round_activations(FEW_ROWS) as u64;
         }
-        self.tiers.place(&self.vram, &self.stream, 128 << 20)?;
+        self.tiers.place(&self.vram, &self.stream, 128 << 20, lent)?;
+        self.start_workers()?;
         self.stream.synchronize().map_err(fault)
     }
 
@@ -144,6 +142,11 @@ impl Backend for Cuda {
         if let Some(e) = self.failed.take() {
             self.stream.release();
             self.holding = false;
+            if let Some(w) = &self.workers {
+                // What was launched may still ask for experts.
+                let _ = self.stream.synchronize();
+                w.rest();
+            }
             let lanes = self.round.as_ref().map_or(0, |r| r.meta.lanes.len());
             self.failed_lanes.clear();
             self.failed_lanes.extend((0..lanes).map(|l| (l, e.to_string())));

@@ -23,7 +23,7 @@ use std::sync::Arc;
 pub(super) const BATCH: usize = 256;
 /// Rows of a prompt whose experts are computed at a time by the tile products, and the fewest that are.
 const EXPERT_ROWS: usize = 8192;
-const FEW_ROWS: usize = 64;
+pub(super) const FEW_ROWS: usize = 64;
 /// Rows of one span of the chunked delta rule, and the fewest it takes.
 const SPAN: usize = 2048;
 const CHUNK_ROWS: usize = 64;
@@ -767,7 +767,7 @@ impl Cuda {
         self.plans
             .w4a4(h, i, n)
             .map_err(fault)?
-            .launch(&self.stream, table, j, act.ptr(), mid.ptr, out.ptr, true)
+            .launch(&self.stream, table, j, act.ptr(), mid.ptr, out.ptr, None, true)
             .map_err(fault)?;
         Ok(out)
     }

@@ -1,5 +1,6 @@
 //! The backend's state, and how its rounds begin, launch and end.
 
+use super::blocks::FEW_ROWS;
 use super::fused::Pending;
 use super::plans::Plans;
 use super::profile::Profile;
@@ -8,6 +9,7 @@ use super::state::DeviceState;
 use super::tiers::{Placement, TierCounts, Tiers};
 use super::vram::{Arena, CudaBuf, Lease, Ledger, Vram, fault};
 use super::weights::CudaWeight;
+use super::workers::{WorkerRates, Workers, automatic_threads};
 use crate::backend::*;
 use crate::error::EngineError;
 use crate::ngram::NgramTicket;
@@ -31,6 +33,9 @@ const GRAPHS: usize = 48;
 /// Windows of this many rows keep the tile products busy and their activations within 1.5 GiB.
 const WINDOW: usize = 8192;
 
+/// Widths of the hidden state that a prompt row's activations take while its experts run, in BF16.
+const ROW_WIDTHS: usize = 26;
+
 /// How the backend runs.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaOptions {
@@ -51,6 +56,10 @@ pub struct CudaOptions {
     pub prompt_rows: usize,
     /// Rows of a prompt call that are in work at a time: a longer one is walked layer by layer.
     pub window: usize,
+    /// Threads that compute a share of the experts that decode rounds miss; none: as many as the processor can spare.
+    pub workers: Option<usize>,
+    /// Keep more experts in the memory of prompts while none runs.
+    pub lend: bool,
     /// Note how long each part of a round takes; rounds then run launch by launch.
     pub profile: bool,
 }
@@ -83,6 +92,8 @@ impl Default for CudaOptions {
             expert_ram: 0,
             prompt_rows: WINDOW,
             window: WINDOW,
+            workers: None,
+            lend: true,
             profile: false,
         }
     }
@@ -135,6 +146,7 @@ pub struct Cuda {
     pub(super) plans: Plans,
     pub(super) state: Option<DeviceState>,
     pub(super) tiers: Tiers,
+    pub(super) workers: Option<Workers>,
     pub(super) round: Option<Round>,
     /// The identity permutation, for combines of outputs in pick order.
     pub(super) identity: Option<DeviceBuffer>,
@@ -198,7 +210,8 @@ impl Cuda {
             plans: Plans::new(&device).map_err(fault)?,
             vram,
             state: None,
-            tiers: Tiers::new(options.placement, options.routing, options.expert_ram),
+            tiers: Tiers::new(options.placement, options.routing, options.expert_ram, options.lend),
+            workers: None,
             round: None,
             identity: None,
             routed: Vec::new(),
@@ -279,7 +292,53 @@ impl Cuda {
 
     /// Frames for experts, and bytes of a record.
     pub fn expert_frames(&self) -> (usize, usize) {
-        (self.tiers.frames(), self.tiers.record_bytes())
+        (self.tiers.frames().0, self.tiers.record_bytes())
+    }
+
+    /// Frames in memory of prompts, while none runs.
+    pub fn lent_frames(&self) -> usize {
+        self.tiers.frames().1
+    }
+
+    /// How the CPU's experts compare with the link, if it computes any.
+    pub fn worker_rates(&self) -> Option<WorkerRates> {
+        self.workers.as_ref().map(|w| w.rates)
+    }
+
+    /// From now on the CPU computes as many as this of 0, 1, 2, ... 15 experts that a layer misses, whatever was measured (tests).
+    pub fn split_misses(&mut self, split: [u8; 16]) {
+        if let Some(w) = &mut self.workers {
+            w.set_split(split);
+        }
+    }
+
+    /// The threads that compute experts stop answering (tests).
+    pub fn halt_workers(&self) {
+        self.workers.iter().for_each(Workers::halt);
+    }
+
+    /// Starts the threads that compute missing experts, where there are any.
+    pub(super) fn start_workers(&mut self) -> Result<(), EngineError> {
+        let threads = self.options.workers.unwrap_or_else(automatic_threads);
+        if threads > 0 && self.tiers.is_partial() && !self.tiers.on_disk() {
+            // What a fifth generation link of 16 lanes brings, where it was not measured.
+            let link = self.tiers.link_seconds().unwrap_or(self.tiers.record_bytes() as f64 / 51e9);
+            self.workers = Workers::new(&self.vram.device, self.tiers.in_memory(), threads, link)?;
+        }
+        Ok(())
+    }
+
+    /// Bytes of activations of a prompt call of `rows` rows. Most of a row's are its picks: packed inputs, hidden values and outputs.
+    pub(super) fn activations(&self, rows: usize) -> usize {
+        rows.min(self.options.window) * ROW_WIDTHS * self.hidden * 2
+            + rows * 4 * self.hidden * 2
+            + (128 << 20)
+    }
+
+    /// The same of any round, as memory is taken back for it: a function of the rows, so that graphs keep to it. Tiles that each
+    /// expert begins anew, and scores of blocks over a long context, do not shrink with the rows.
+    pub(super) fn round_activations(&self, rows: usize) -> usize {
+        self.activations(rows.max(FEW_ROWS)) + if rows > FEW_ROWS { 512 << 20 } else { 0 }
     }
 
     /// What the last round of each kind spent its time on, with [`CudaOptions::profile`].
@@ -677,10 +736,14 @@ impl Cuda {
         self.pending = None;
         self.angles.clear();
         self.pack.replace(None);
-        self.arena.begin();
+        let rows = meta.rows();
+        let most = if self.tiers.frames().1 > 0 { self.round_activations(rows) } else { usize::MAX };
+        let activations = self.arena.begin(most);
         self.staged = (0, 0);
         self.chained = false;
-        self.tiers.before_round(&self.stream)?;
+        // Few rows touch few experts: those come over the link as they are used.
+        self.streaming = !decode && rows >= FEW_ROWS && self.tiers.is_partial();
+        self.tiers.before_round(&self.stream, activations, self.streaming)?;
         let board = &mut self.boards[usize::from(!(decode && meta.rows() <= DECODE_ROWS))];
         if board.as_ref().is_none_or(|b| !b.holds(&meta)) {
             let rows = if decode { DECODE_ROWS } else { 1024 }.max(meta.rows().next_power_of_two());
@@ -694,8 +757,6 @@ impl Cuda {
             _ => Vec::new(),
         };
         let round = board.send(&self.stream, meta, half, &windows)?;
-        // Few rows touch few experts: those come over the link as they are used.
-        self.streaming = !decode && round.lanes.rows >= 64 && self.tiers.is_partial();
         if self.streaming {
             self.tiers.begin_stream(&self.stream, round.meta.part)?;
         }
@@ -706,6 +767,9 @@ impl Cuda {
             (round.meta.part, columns, round.longest)
         });
         self.round = Some(round);
+        if let (Some(w), true) = (&self.workers, decode) {
+            w.awake();
+        }
         if let Some(p) = &mut self.profile {
             p.begin(&self.vram.device, &self.stream, decode)?;
         } else if decode {
@@ -750,6 +814,10 @@ impl Cuda {
             self.copy_out(ptr, bytes)?;
         }
         self.stream.synchronize().map_err(fault)?;
+        if let Some(w) = &mut self.workers {
+            w.rest();
+            self.tiers.counts.cpu_records += w.check()?;
+        }
         self.out = self.head.take();
         for (bank, at, bytes) in sizes {
             let Some(log) = &self.log else { break };

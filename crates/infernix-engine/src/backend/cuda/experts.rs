@@ -3,6 +3,7 @@
 use super::ggml::BlockBank;
 use super::tiers::Tiers;
 use super::vram::{Vram, fault};
+use super::workers::Matrices;
 use crate::backend::cpu::CpuExperts;
 use crate::backend::{Activation, ExpertData, ExpertSpec};
 use crate::error::EngineError;
@@ -94,15 +95,19 @@ impl CudaExperts {
                     })
                     .collect();
                 let flat: Vec<f32> = input.iter().flatten().copied().collect();
-                let bank = tiers.add(
-                    &spec.name,
-                    part.bytes.clone(),
-                    part.file.clone(),
-                    shape.stride as usize,
-                    shape.record_bytes as usize,
+                let (a, i) = (put(vram, &alpha)?, put(vram, &flat)?);
+                let matrices = Matrices {
+                    hidden,
+                    intermediate,
                     experts,
-                );
-                Store::Exact { bank, alpha: put(vram, &alpha)?, input: put(vram, &flat)?, divisor }
+                    stride: shape.stride as usize,
+                    record: shape.record_bytes as usize,
+                    alpha,
+                    input: flat,
+                    divisor,
+                };
+                let bank = tiers.add(&spec.name, part.bytes.clone(), part.file.clone(), matrices);
+                Store::Exact { bank, alpha: a, input: i, divisor }
             }
             _ => {
                 let divisor = matches!(&data, ExpertData::Bank(p) if p.format == Format::Nvfp4);

@@ -10,7 +10,7 @@ use crate::backend::{
 };
 use crate::error::EngineError;
 use crate::state::KvFormat;
-use infernix_cuda::kernels::experts::{ExpertTable, Jobs, Routed, Router, act_bytes};
+use infernix_cuda::kernels::experts::{ExpertTable, Help, Jobs, Routed, Router, act_bytes};
 use infernix_cuda::kernels::group::{Experts, GroupShape, Input, MOST_COLUMNS, Part};
 use infernix_cuda::kernels::hyper::Injection;
 use infernix_cuda::kernels::linear::Out;
@@ -287,6 +287,8 @@ impl Cuda {
                 input: input.ptr(),
                 divisor: *divisor,
             };
+            let help = c.workers.as_ref().filter(|_| rows <= Help::ROWS);
+            let help = help.and_then(|w| w.help(*bank, c.tiers.away(*bank)));
             let r = Routed {
                 logits: logits.ptr,
                 pitch: logits.width,
@@ -298,15 +300,15 @@ impl Cuda {
             c.plans
                 .router(experts, top)
                 .map_err(fault)?
-                .route(&c.stream, r, rows, width, j, &table, Cuda::act(x)?, h, act.ptr(), pdl)
+                .route(&c.stream, r, rows, width, j, &table, Cuda::act(x)?, h, act.ptr(), help.as_ref(), pdl)
                 .map_err(fault)?;
             c.routed.push((*bank, view(&ids)));
             if c.profile.is_some() {
                 c.chained = false;
             }
-            Ok((ids, weights, j, act, mid, out, table, [jobs, list, count]))
+            Ok((ids, weights, j, act, mid, out, table, help, [jobs, list, count]))
         });
-        let Some((ids, weights, j, act, mid, out, table, _lists)) = made else { return failed() };
+        let Some((ids, weights, j, act, mid, out, table, help, _lists)) = made else { return failed() };
         let routing = CudaRouting { ids, weights, top };
         if let Some(t) = trace {
             t.experts = Some(self.read_routing(&routing));
@@ -317,7 +319,7 @@ impl Cuda {
             c.plans
                 .w4a4(h, i, rows)
                 .map_err(fault)?
-                .launch(&c.stream, &table, j, act.ptr(), mid.ptr, out.ptr, pdl)
+                .launch(&c.stream, &table, j, act.ptr(), mid.ptr, out.ptr, help.as_ref(), pdl)
                 .map_err(fault)
         });
         self.mark(at.op(Op::MlpDown));

@@ -20,6 +20,7 @@ mod state;
 mod tiers;
 mod vram;
 mod weights;
+mod workers;
 
 pub use context::{Cuda, CudaOptions, CudaRouting, CudaSelection, Routing};
 pub use experts::CudaExperts;
@@ -28,3 +29,4 @@ pub use state::CudaSnapshot;
 pub use tiers::{Placement, TierCounts};
 pub use vram::{CudaBuf, Ledger};
 pub use weights::CudaWeight;
+pub use workers::WorkerRates;

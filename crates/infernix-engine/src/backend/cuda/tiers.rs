@@ -3,22 +3,28 @@
 //! A table of addresses on the device says where each record is; kernels read it there, over the link if it is the
 //! host's. Bits do not depend on it. Between rounds the host moves records it has seen used into frames of records that
 //! it has not; copies run beside the next round and count once they are done. Prompt calls, which use nearly every
-//! expert, stream the records of the next layers into a ring while a layer computes.
+//! expert, stream the records of the next layers into a ring while a layer computes. While no prompt runs, the ring and the
+//! activations of prompts hold more frames: what a round needs of them it takes back before it begins.
 
 use super::context::Routing;
 use super::disk::Disk;
 use super::vram::{Vram, fault};
+use super::workers::Matrices;
 use crate::backend::weights::Bytes;
 use crate::backend::{FileRange, Part};
 use crate::error::EngineError;
-use crate::residency::{CATCH_UP, HALF_LIFE, MOVES, least_worth};
+use crate::residency::{HALF_LIFE, Move, Residency};
 use infernix_cuda::DeviceBuffer;
 use infernix_cuda::driver::{Event, PinnedBuffer, Registered, Stream};
 use infernix_cuda::kernels::zipf::ZipfRoute;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A ring half holds this much more than the evenly spread absent records of a layer.
 const RING_SLACK: f64 = 1.15;
+
+/// Records whose copies tell the link's rate.
+const MEASURED: usize = 64;
 
 /// How many experts get a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,7 +45,7 @@ struct Bank {
     bytes: Bytes,
     /// Where they lie in a file.
     file: Option<FileRange>,
-    stride: usize,
+    matrices: Arc<Matrices>,
     /// In the flat numbering of all experts.
     experts: Range<usize>,
     host: Option<Registered>,
@@ -56,11 +62,6 @@ fn put(words: &mut PinnedBuffer, i: usize, value: u64) {
     words.as_mut_slice()[8 * i..8 * i + 8].copy_from_slice(&value.to_le_bytes());
 }
 
-struct Move {
-    expert: usize,
-    frame: usize,
-}
-
 /// Counters of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TierCounts {
@@ -70,6 +71,8 @@ pub struct TierCounts {
     pub misses: u64,
     /// Distinct records that decode rounds read over the link.
     pub miss_records: u64,
+    /// Of these, records whose experts the CPU computed instead.
+    pub cpu_records: u64,
     /// Records moved into frames.
     pub promotions: u64,
     /// Records streamed for prompts.
@@ -90,22 +93,24 @@ pub(super) struct Tiers {
     record: usize,
     frame: usize,
     frames: Option<DeviceBuffer>,
-    frame_of: Vec<Option<u32>>,
-    owner: Vec<Option<u32>>,
+    /// Address of every frame: those of `frames`, then the lent ones.
+    places: Vec<u64>,
+    /// Whether memory of prompts is lent, and the addresses of the arena that is.
+    lend: bool,
+    lent_arena: Range<u64>,
+    residency: Residency,
     addresses: Option<PinnedBuffer>,
     table: Option<DeviceBuffer>,
     dirty: bool,
-    score: Vec<f32>,
-    used_at: Vec<f32>,
-    now: f32,
-    victims: Vec<usize>,
-    wanted: Vec<usize>,
     moving: Vec<Move>,
     copies: Option<(Stream, Event)>,
+    /// What the round's stream did up to here, for the copies that must come after it.
+    before: Option<Event>,
     ring: Option<Ring>,
     /// Host memory for experts, in bytes; 0: for all of them.
     ram: usize,
     disk: Option<Disk>,
+    link_seconds: Option<f64>,
     pub(super) counts: TierCounts,
 }
 
@@ -123,7 +128,7 @@ struct Ring {
 }
 
 impl Tiers {
-    pub(super) fn new(placement: Placement, routing: Option<Routing>, ram: usize) -> Self {
+    pub(super) fn new(placement: Placement, routing: Option<Routing>, ram: usize, lend: bool) -> Self {
         Tiers {
             placement,
             routing,
@@ -131,21 +136,20 @@ impl Tiers {
             record: 0,
             frame: 0,
             frames: None,
-            frame_of: Vec::new(),
-            owner: Vec::new(),
+            places: Vec::new(),
+            lend: lend && matches!(placement, Placement::Auto | Placement::Frames(_)),
+            lent_arena: 0..0,
+            residency: Residency::default(),
             addresses: None,
             table: None,
             dirty: false,
-            score: Vec::new(),
-            used_at: Vec::new(),
-            now: 0.0,
-            victims: Vec::new(),
-            wanted: Vec::new(),
             moving: Vec::new(),
             copies: None,
+            before: None,
             ring: None,
             ram,
             disk: None,
+            link_seconds: None,
             counts: TierCounts::default(),
         }
     }
@@ -156,15 +160,14 @@ impl Tiers {
         name: &str,
         bytes: Bytes,
         file: Option<FileRange>,
-        stride: usize,
-        record: usize,
-        experts: usize,
+        matrices: Matrices,
     ) -> usize {
         let first = self.banks.last().map_or(0, |b| b.experts.end);
         let part = if name.starts_with("mtp/") { Part::Drafter } else { Part::Target };
-        self.record = self.record.max(record);
+        self.record = self.record.max(matrices.record);
         self.frame = self.record.next_multiple_of(256);
-        self.banks.push(Bank { part, bytes, file, stride, experts: first..first + experts, host: None });
+        let experts = first..first + matrices.experts;
+        self.banks.push(Bank { part, bytes, file, matrices: Arc::new(matrices), experts, host: None });
         self.banks.len() - 1
     }
 
@@ -182,9 +185,10 @@ impl Tiers {
         self.copies.is_some()
     }
 
-    /// Frames in all.
-    pub(super) fn frames(&self) -> usize {
-        self.owner.len()
+    /// Frames that always are, and those in memory of prompts.
+    pub(super) fn frames(&self) -> (usize, usize) {
+        let own = self.frames.as_ref().map_or(0, |m| m.len() / self.frame.max(1));
+        (own, self.places.len() - own)
     }
 
     /// Bytes of a record.
@@ -199,12 +203,19 @@ impl Tiers {
         }
         let b = self.banks.partition_point(|b| b.experts.end <= expert);
         let bank = &self.banks[b];
-        let at = ((expert - bank.experts.start) * bank.stride) as u64;
+        let at = ((expert - bank.experts.start) * bank.matrices.stride) as u64;
         bank.host.as_ref().map_or(0, |h| h.device_ptr() + at)
     }
 
-    /// Gives frames to experts, keeping `reserve` bytes free, and fills them.
-    pub(super) fn place(&mut self, vram: &Vram, stream: &Stream, reserve: usize) -> Result<(), EngineError> {
+    /// Gives frames to experts, keeping `reserve` bytes free, and fills them. `arena`: addresses of activations that
+    /// only prompts use.
+    pub(super) fn place(
+        &mut self,
+        vram: &Vram,
+        stream: &Stream,
+        reserve: usize,
+        arena: Range<u64>,
+    ) -> Result<(), EngineError> {
         let n = self.total();
         if n == 0 {
             return Ok(());
@@ -242,13 +253,36 @@ impl Tiers {
             (true, _) => (frames, most),
             _ => (frames, ring.min(most)),
         };
-        self.frame_of = vec![None; n];
-        self.owner = vec![None; frames];
-        self.score = vec![0.0; n];
-        self.used_at = vec![0.0; n];
-        self.expect_uses();
         let memory = vram.alloc("expert frames", frames * self.frame)?;
-        let order = self.fill_frames(frames);
+        self.places = (0..frames).map(|f| memory.at(f * self.frame)).collect();
+        if frames < n {
+            let (dev, event) = (&vram.device, || vram.device.event().map_err(fault));
+            self.copies = Some((dev.stream().map_err(fault)?, event()?));
+            self.before = Some(event()?);
+            let ring = Ring {
+                memory: vram.alloc("expert ring", 2 * ring * self.frame)?,
+                half: ring,
+                addresses: dev.pinned(16 * n).map_err(fault)?,
+                table: vram.alloc("rounds", 16 * n)?,
+                copied: [event()?, event()?],
+                used: [event()?, event()?],
+                order: Vec::new(),
+                next: 0,
+            };
+            // What is read from disk on the way to a frame has no place of its own in host memory to be found at again.
+            if self.lend && !from_disk {
+                let step = self.frame as u64;
+                let start = arena.start.next_multiple_of(256);
+                self.lent_arena = start..arena.end;
+                let in_arena = (0..arena.end.saturating_sub(start) / step).map(|i| start + i * step);
+                let in_ring = (0..2 * ring.half).map(|i| ring.memory.at(i * self.frame));
+                self.places.extend(in_ring.chain(in_arena).take(n - frames));
+            }
+            self.ring = Some(ring);
+        }
+        let order = self.first_order();
+        self.residency = Residency::new(n, self.places.len(), order.iter().copied());
+        self.expect_uses();
         if from_disk {
             self.open_disk(vram)?;
         } else if frames < n {
@@ -260,8 +294,8 @@ impl Tiers {
             }
         }
         if let Some(disk) = &mut self.disk {
-            let held = self.owner.iter().enumerate().filter_map(|(f, o)| Some((f, (*o)? as usize)));
-            let moves: Vec<_> = held.map(|(f, e)| (e, memory.at(f * self.frame))).collect();
+            let held = self.places.iter().enumerate();
+            let moves: Vec<_> = held.filter_map(|(f, to)| Some((self.residency.owner(f)?, *to))).collect();
             disk.land(stream, &moves)?;
             // Then what is likeliest of the rest.
             let mut rest: Vec<usize> = order.into_iter().skip(frames).take(disk.len()).collect();
@@ -271,22 +305,28 @@ impl Tiers {
             }
             disk.counts = Default::default();
         }
-        for (frame, expert) in self.owner.iter().enumerate().filter(|_| self.disk.is_none()) {
-            let Some(expert) = expert.map(|e| e as usize) else { continue };
-            let to = memory.at(frame * self.frame);
+        let (start, end) = (vram.device.event().map_err(fault)?, vram.device.event().map_err(fault)?);
+        stream.record(&start).map_err(fault)?;
+        for (frame, to) in self.places.iter().enumerate().filter(|_| self.disk.is_none()) {
+            let Some(expert) = self.residency.owner(frame) else { continue };
             let b = self.banks.partition_point(|b| b.experts.end <= expert);
             let bank = &self.banks[b];
             if bank.host.is_some() {
-                stream.copy(to, self.host_address(expert), self.record).map_err(fault)?;
+                stream.copy(*to, self.host_address(expert), self.record).map_err(fault)?;
             } else {
-                let at = (expert - bank.experts.start) * bank.stride;
+                let at = (expert - bank.experts.start) * bank.matrices.stride;
                 let words = &(*bank.bytes).as_ref()[at..at + self.record];
                 memory.write(frame * self.frame, words).map_err(fault)?;
             }
         }
+        stream.record(&end).map_err(fault)?;
         stream.synchronize().map_err(fault)?;
-        let addresses = vram.device.pinned(16 * n).map_err(fault)?;
-        self.table = Some(vram.alloc("rounds", 16 * n)?);
+        if self.places.len() >= MEASURED && self.banks.iter().all(|b| b.host.is_some()) {
+            self.link_seconds =
+                Some(end.micros_since(&start).map_err(fault)? * 1e-6 / self.places.len() as f64);
+        }
+        let addresses = vram.device.pinned(20 * n).map_err(fault)?;
+        self.table = Some(vram.alloc("rounds", 20 * n)?);
         self.frames = Some(memory);
         self.addresses = Some(addresses);
         for e in 0..n {
@@ -294,26 +334,13 @@ impl Tiers {
         }
         if frames == n {
             self.banks.iter_mut().for_each(|b| b.host = None);
-        } else {
-            let (dev, event) = (&vram.device, || vram.device.event().map_err(fault));
-            self.copies = Some((dev.stream().map_err(fault)?, event()?));
-            self.ring = Some(Ring {
-                memory: vram.alloc("expert ring", 2 * ring * self.frame)?,
-                half: ring,
-                addresses: dev.pinned(16 * n).map_err(fault)?,
-                table: vram.alloc("rounds", 16 * n)?,
-                copied: [event()?, event()?],
-                used: [event()?, event()?],
-                order: Vec::new(),
-                next: 0,
-            });
         }
-        self.before_round(stream)
+        self.upload(stream)
     }
 
-    /// The first owners of frames: the same number in every layer, or as a test asks. Gives all experts in that order.
-    fn fill_frames(&mut self, frames: usize) -> Vec<usize> {
-        let n = self.frame_of.len();
+    /// All experts, those first that frames are for: the same number in every layer, or as a test asks.
+    fn first_order(&self) -> Vec<usize> {
+        let n = self.total();
         let mut order: Vec<usize> = Vec::with_capacity(n);
         let most = self.banks.iter().map(|b| b.experts.len()).max().unwrap_or(0);
         for i in 0..most {
@@ -329,10 +356,6 @@ impl Tiers {
         if let Placement::RandomHalf(seed) = self.placement {
             order.sort_by_key(|e| crate::numerics::round::mix(seed ^ *e as u64));
         }
-        for (frame, e) in order.iter().copied().take(frames).enumerate() {
-            self.owner[frame] = Some(e as u32);
-            self.frame_of[e] = Some(frame as u32);
-        }
         order
     }
 
@@ -346,7 +369,7 @@ impl Tiers {
                     self.ram >> 20
                 )));
             };
-            banks.push((file.clone(), b.stride, b.experts.clone()));
+            banks.push((file.clone(), b.matrices.stride, b.experts.clone()));
         }
         self.disk = Some(Disk::new(&vram.device, &banks, self.record, self.ram)?);
         Ok(())
@@ -375,11 +398,11 @@ impl Tiers {
         let mut wanted: Vec<usize> = picks.iter().map(|i| start + *i as usize).collect();
         wanted.sort_unstable();
         wanted.dedup();
-        wanted.retain(|e| self.frame_of[*e].is_none());
+        wanted.retain(|e| self.residency.frame_of(*e).is_none());
         let Some(mut disk) = self.disk.take() else { return Ok(Vec::new()) };
         let held = |e: usize| self.moving.iter().any(|m| m.expert == e);
         let before = disk.counts;
-        let failed = disk.fetch(&wanted, |e| self.worth(e), held);
+        let failed = disk.fetch(&wanted, |e| self.residency.worth(e), held);
         self.counts.disk_reads += disk.counts.reads - before.reads;
         self.counts.disk_waited += disk.counts.waited - before.waited;
         self.disk = Some(disk);
@@ -403,9 +426,9 @@ impl Tiers {
 
     /// Where the device finds an expert, 0 if nowhere.
     fn record_address(&self, expert: usize) -> u64 {
-        match (self.frame_of[expert], &self.frames) {
-            (Some(f), Some(m)) => m.at(f as usize * self.frame),
-            _ => self.host_address(expert),
+        match self.residency.frame_of(expert) {
+            Some(f) => self.places[f],
+            None => self.host_address(expert),
         }
     }
 
@@ -420,7 +443,7 @@ impl Tiers {
                 let share = ((i + 1) as f64).powf(-law.s) / total;
                 // A use a token, half of it forgotten after the half-life, sums to 1.44 half-lives; ten picks a token.
                 let uses = (10.0 * share).min(1.0) * f64::from(HALF_LIFE) / std::f64::consts::LN_2;
-                self.score[b.experts.start + (a * i + c) % n] = uses as f32;
+                self.residency.preset(b.experts.start + (a * i + c) % n, uses as f32);
             }
         }
     }
@@ -432,8 +455,7 @@ impl Tiers {
                 Ok(r) => r,
                 // A file's pages cannot be locked everywhere: a copy in anonymous memory can.
                 Err(_) => {
-                    let copy: Bytes =
-                        std::sync::Arc::new(crate::memory::HugeMemory::copy_of((*b.bytes).as_ref())?);
+                    let copy: Bytes = Arc::new(crate::memory::HugeMemory::copy_of((*b.bytes).as_ref())?);
                     b.bytes = copy.clone();
                     vram.device.register(copy).map_err(fault)?
                 }
@@ -449,6 +471,8 @@ impl Tiers {
         if let Some(a) = &mut self.addresses {
             put(a, expert, address);
             put(a, n + expert, down);
+            let away = u32::from(self.residency.frame_of(expert).is_none()).to_le_bytes();
+            a.as_mut_slice()[16 * n + 4 * expert..][..4].copy_from_slice(&away);
         }
         self.dirty = true;
     }
@@ -468,108 +492,99 @@ impl Tiers {
         Records { whole: t.at(8 * first), down: t.at(8 * (self.total() + first)) }
     }
 
+    /// U32 of each expert of a bank: whether it has no frame.
+    pub(super) fn away(&self, bank: usize) -> u64 {
+        let at = 16 * self.total() + 4 * self.banks[bank].experts.start;
+        self.table.as_ref().map_or(0, |t| t.at(at))
+    }
+
+    /// Every bank's records in host memory.
+    pub(super) fn in_memory(&self) -> Vec<(Bytes, Arc<Matrices>)> {
+        self.banks.iter().map(|b| (b.bytes.clone(), b.matrices.clone())).collect()
+    }
+
+    /// Seconds that a record took over the link when frames were filled, if enough were.
+    pub(super) fn link_seconds(&self) -> Option<f64> {
+        self.link_seconds
+    }
+
     /// Counts what a decode round used: `ids` of `bank`.
     pub(super) fn note(&mut self, bank: usize, ids: &[i32]) {
         let start = self.banks[bank].experts.start;
-        let mut distinct: Vec<usize> = ids.iter().map(|i| start + *i as usize).collect();
-        self.counts.picks += distinct.len() as u64;
-        self.counts.misses += distinct.iter().filter(|e| self.frame_of[**e].is_none()).count() as u64;
-        distinct.sort_unstable();
-        distinct.dedup();
-        for e in distinct {
-            let age = self.now - self.used_at[e];
-            self.score[e] = self.score[e] * (-age / HALF_LIFE).exp2() + 1.0;
-            self.used_at[e] = self.now;
-            if self.frame_of[e].is_none() {
-                self.counts.miss_records += 1;
-                self.wanted.push(e);
-            }
-        }
+        let picks: Vec<usize> = ids.iter().map(|i| start + *i as usize).collect();
+        self.counts.picks += picks.len() as u64;
+        self.counts.misses += picks.iter().filter(|e| self.residency.frame_of(**e).is_none()).count() as u64;
+        self.counts.miss_records += self.residency.note(picks).missing;
     }
 
-    /// Counts what a part of a prompt call of `rows` rows used: picks of expert e of `bank` are `firsts[e]..firsts[e + 1]`. They count
-    /// as if spread over the call, which the clock has passed.
+    /// Counts what a part of a prompt call of `rows` rows used: picks of expert e of `bank` are `firsts[e]..firsts[e + 1]`.
     pub(super) fn note_prompt(&mut self, bank: usize, firsts: &[i32], rows: usize) {
-        let span = rows as f32 * std::f32::consts::LN_2 / HALF_LIFE;
-        let kept = if span > 0.0 { (1.0 - (-span).exp()) / span } else { 1.0 };
-        let start = self.banks[bank].experts.start;
-        for (i, w) in firsts.windows(2).enumerate().take(self.banks[bank].experts.len()) {
-            let e = start + i;
-            let age = self.now - self.used_at[e];
-            self.score[e] = self.score[e] * (-age / HALF_LIFE).exp2() + (w[1] - w[0]) as f32 * kept;
-            self.used_at[e] = self.now;
-        }
+        let picks = firsts.windows(2).map(|w| (w[1] - w[0]) as usize);
+        self.residency.note_prompt(self.banks[bank].experts.clone().zip(picks), rows);
     }
 
     /// `tokens` more tokens have been read.
     pub(super) fn advance(&mut self, tokens: usize) {
-        self.now += tokens as f32;
+        self.residency.advance(tokens);
     }
 
-    /// Worth of keeping an expert: how often it was used lately. Replayed against uses over age (LFRU), on routings with and without
-    /// repeats, it hits as often or up to 1 % more and moves a third of the records: a record that was used just now and never
-    /// before is not worth the link.
-    fn worth(&self, e: usize) -> f32 {
-        self.score[e] * (-(self.now - self.used_at[e]) / HALF_LIFE).exp2()
-    }
-
-    fn victim(&mut self) -> Option<usize> {
-        if self.victims.is_empty() {
-            let worth = |o: &Option<u32>| o.map_or(-1.0, |e| self.worth(e as usize));
-            self.victims = least_worth(self.owner.iter().enumerate().map(|(f, o)| (worth(o), f)));
-        }
-        self.victims.pop()
-    }
-
-    /// Between rounds: finished moves count, new ones start, and the device learns where records are.
-    pub(super) fn before_round(&mut self, stream: &Stream) -> Result<(), EngineError> {
-        if let Some((_, done)) = &self.copies
-            && !self.moving.is_empty()
-            && done.is_done().map_err(fault)?
-        {
-            for m in std::mem::take(&mut self.moving) {
-                self.frame_of[m.expert] = Some(m.frame as u32);
-                self.owner[m.frame] = Some(m.expert as u32);
-                self.set_address(m.expert);
+    /// Between rounds: finished moves count, frames make way for what the next round needs of their memory, new moves start, and the
+    /// device learns where records are. `arena`: where the activations of the round end; `ring`: whether it streams experts.
+    pub(super) fn before_round(
+        &mut self,
+        stream: &Stream,
+        arena: u64,
+        ring: bool,
+    ) -> Result<(), EngineError> {
+        let Some((_, done)) = &self.copies else { return Ok(()) };
+        let own = self.frames().0;
+        let in_ring = self.ring.as_ref().map_or(0, |r| 2 * r.half);
+        let open: Vec<bool> = (0..self.places.len())
+            .map(|f| f < own || if f < own + in_ring { !ring } else { self.places[f] >= arena })
+            .collect();
+        let changes = (own..open.len()).any(|f| self.residency.is_open(f) != open[f]);
+        if !self.moving.is_empty() {
+            if changes {
+                // What is on its way to a frame must not arrive after it has become something else.
+                done.wait().map_err(fault)?;
+            }
+            if done.is_done().map_err(fault)? {
+                let moved = std::mem::take(&mut self.moving);
+                self.residency.end_moves(&moved);
+                moved.iter().for_each(|m| self.set_address(m.expert));
             }
         }
-        let moves = matches!(self.placement, Placement::Auto | Placement::Frames(_));
-        let mut wanted = std::mem::take(&mut self.wanted);
+        let mut residency = std::mem::take(&mut self.residency);
+        let may_leave = |r: &Residency, e: usize| self.may_leave(r, e);
+        let shifts = match changes {
+            true => residency.keep_open(|f| open[f], may_leave),
+            false => Vec::new(),
+        };
         let mut started = Vec::new();
-        if moves && self.moving.is_empty() && !wanted.is_empty() && self.copies.is_some() {
-            wanted.sort_unstable();
-            wanted.dedup();
-            wanted.retain(|e| self.frame_of[*e].is_none() && self.host_address(*e) != 0);
-            wanted.sort_by(|a, b| self.worth(*b).total_cmp(&self.worth(*a)));
-            let most = if wanted.len() > 2 * CATCH_UP { CATCH_UP } else { MOVES };
-            for e in wanted.into_iter().take(most) {
-                let Some(frame) = self.victim() else { break };
-                let old = self.owner[frame].map(|o| o as usize);
-                if old.is_some_and(|o| self.worth(o) >= self.worth(e) || !self.may_leave(o)) {
-                    continue;
-                }
-                if let Some(o) = old {
-                    self.frame_of[o] = None;
-                    self.owner[frame] = None;
-                    self.set_address(o);
-                }
-                started.push(Move { expert: e, frame });
-            }
+        if matches!(self.placement, Placement::Auto | Placement::Frames(_)) && self.moving.is_empty() {
+            started = residency.begin_moves(|e| self.host_address(e) != 0, may_leave);
+        } else {
+            residency.skip_moves();
         }
-        if self.dirty
-            && let (Some(t), Some(a)) = (&self.table, &self.addresses)
-        {
-            stream.copy(t.ptr(), a.device_ptr(), a.as_slice().len()).map_err(fault)?;
-            self.dirty = false;
+        self.residency = residency;
+        for s in &shifts {
+            stream.copy(self.places[s.to], self.places[s.from], self.record).map_err(fault)?;
         }
-        if let (Some((copies, done)), Some(memory)) = (&self.copies, &self.frames)
-            && !started.is_empty()
-        {
+        match changes {
+            true => (0..self.total()).for_each(|e| self.set_address(e)),
+            false => started.iter().filter_map(|m| m.left).for_each(|e| self.set_address(e)),
+        }
+        self.upload(stream)?;
+        let (Some((copies, done)), Some(before)) = (&self.copies, &self.before) else { return Ok(()) };
+        if changes {
+            // Memory that changes hands may be read or written by the stream up to here.
+            stream.record(before).map_err(fault)?;
+            copies.wait(before).map_err(fault)?;
+        }
+        if !started.is_empty() {
             // The last round is over: nothing reads the frames, whose old owners the next round looks for in host memory.
             for m in &started {
-                copies
-                    .copy(memory.at(m.frame * self.frame), self.host_address(m.expert), self.record)
-                    .map_err(fault)?;
+                copies.copy(self.places[m.frame], self.host_address(m.expert), self.record).map_err(fault)?;
             }
             copies.record(done).map_err(fault)?;
             self.counts.promotions += started.len() as u64;
@@ -578,11 +593,22 @@ impl Tiers {
         Ok(())
     }
 
-    /// Whether a layer may lose one more frame: its absent records must fit a half of the ring.
-    fn may_leave(&self, expert: usize) -> bool {
+    /// Sends the table if it has changed.
+    fn upload(&mut self, stream: &Stream) -> Result<(), EngineError> {
+        if let (Some(t), Some(a), true) = (&self.table, &self.addresses, self.dirty) {
+            stream.copy(t.ptr(), a.device_ptr(), a.as_slice().len()).map_err(fault)?;
+            self.dirty = false;
+        }
+        Ok(())
+    }
+
+    /// Whether a resident may leave its frame: records of its layer that are absent while a prompt runs must fit a half of the ring.
+    fn may_leave(&self, residency: &Residency, expert: usize) -> bool {
+        let own = self.frames().0;
+        let stays = |e: usize| residency.frame_of(e).is_some_and(|f| f < own);
         let b = self.banks.partition_point(|b| b.experts.end <= expert);
-        let absent = self.frame_of[self.banks[b].experts.clone()].iter().filter(|f| f.is_none()).count();
-        self.ring.as_ref().is_none_or(|r| absent < r.half)
+        let absent = self.banks[b].experts.clone().filter(|e| !stays(*e)).count();
+        !stays(expert) || self.ring.as_ref().is_none_or(|r| absent < r.half)
     }
 
     /// Before a prompt call that uses most experts of a part: starts streaming its first two layers.
@@ -593,8 +619,8 @@ impl Tiers {
         for (i, b) in ring.order.iter().enumerate() {
             let mut place = 0;
             for e in self.banks[*b].experts.clone() {
-                let address = match (self.frame_of[e], &self.frames) {
-                    (Some(f), Some(m)) => m.at(f as usize * self.frame),
+                let address = match self.residency.frame_of(e) {
+                    Some(f) => self.places[f],
                     _ if place < ring.half => {
                         place += 1;
                         ring.memory.at(((i % 2) * ring.half + place - 1) * self.frame)
@@ -614,21 +640,18 @@ impl Tiers {
     }
 
     fn stream_layer(&mut self, i: usize) -> Result<(), EngineError> {
-        let (Some(ring), Some((copies, _)), Some(frames)) = (&self.ring, &self.copies, &self.frames) else {
-            return Ok(());
-        };
+        let (Some(ring), Some((copies, _))) = (&self.ring, &self.copies) else { return Ok(()) };
         let Some(bank) = ring.order.get(i).map(|b| &self.banks[*b]) else { return Ok(()) };
         if i >= 2 {
             copies.wait(&ring.used[i % 2]).map_err(fault)?;
         }
         let mut streamed = 0;
         let mut moves = Vec::new();
-        let home = frames.ptr()..frames.ptr() + frames.len() as u64;
         for e in bank.experts.clone() {
             let at = &ring.addresses.as_slice()[8 * e..8 * e + 8];
             let to = at.first_chunk().map_or(0, |b| u64::from_le_bytes(*b));
             let from = self.host_address(e);
-            if to != from && !home.contains(&to) {
+            if to != from && self.residency.frame_of(e).is_none() {
                 streamed += 1;
                 if from == 0 {
                     moves.push((e, to));

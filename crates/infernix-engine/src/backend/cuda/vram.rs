@@ -3,6 +3,7 @@
 use crate::error::EngineError;
 use infernix_cuda::{Device, DeviceBuffer};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Small weights share allocations of this size: each allocation of its own would cost its padding and the driver's
@@ -116,6 +117,8 @@ pub(super) struct Arena {
 #[derive(Default)]
 struct ArenaState {
     segments: Vec<DeviceBuffer>,
+    /// Which of them was reserved for prompts.
+    reserved: Option<usize>,
     /// Free ranges: address and bytes. Segments are never neighbours: each has padding behind it.
     free: BTreeMap<u64, usize>,
     round: u64,
@@ -136,18 +139,24 @@ impl Arena {
         Arena { vram, state: Mutex::default() }
     }
 
-    /// Frees everything.
-    pub(super) fn begin(&self) {
+    /// Frees everything, of the reserved piece its first `most` bytes: the rest is lent out. Gives where they end.
+    pub(super) fn begin(&self, most: usize) -> u64 {
         let mut s = lock(&self.state);
         s.round += 1;
-        s.free = s.segments.iter().map(|m| (m.ptr(), m.len())).collect();
+        let ArenaState { segments, reserved, free, .. } = &mut *s;
+        let len = |i: usize, m: &DeviceBuffer| if Some(i) == *reserved { m.len().min(most) } else { m.len() };
+        *free = segments.iter().enumerate().map(|(i, m)| (m.ptr(), len(i, m))).collect();
+        reserved.map_or(0, |i| segments[i].ptr() + len(i, &segments[i]) as u64)
     }
 
-    /// Makes room for `bytes` in one piece.
-    pub(super) fn reserve(&self, bytes: usize) -> Result<(), EngineError> {
+    /// Makes room for `bytes` in one piece; gives its addresses.
+    pub(super) fn reserve(&self, bytes: usize) -> Result<Range<u64>, EngineError> {
         let segment = self.vram.alloc("activations", bytes.next_multiple_of(1024))?;
-        lock(&self.state).segments.push(segment);
-        Ok(())
+        let range = segment.ptr()..segment.ptr() + segment.len() as u64;
+        let mut s = lock(&self.state);
+        s.reserved = Some(s.segments.len());
+        s.segments.push(segment);
+        Ok(range)
     }
 
     pub(super) fn lease(self: &Arc<Self>, bytes: usize) -> Result<Arc<Lease>, EngineError> {

@@ -5,6 +5,7 @@ use super::super::isa::{Isa, per_isa};
 use super::super::num::{bf16_of, f32_of};
 use super::UNIT;
 use crate::numerics::w4a4::{self, E2M1_DOUBLED, Scale, e4m3_encode, e4m3_scaled};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Largest magnitude of a doubled code; added so that the unsigned side of a byte dot product is unsigned.
 pub(super) const BIAS: i32 = 12;
@@ -30,6 +31,30 @@ impl A4 {
             Scale::Divisor(g) => quantise(isa, x, g, false, &mut a),
         }
         a
+    }
+}
+
+impl A4 {
+    /// A column of `k` values as the device quantises it: codes, then scale and correction of each block.
+    pub(crate) fn from_words(words: &[AtomicU32], k: usize) -> Self {
+        let load = |w: &AtomicU32| w.load(Ordering::Relaxed);
+        let (codes, blocks) = words.split_at(k / 4);
+        let mut bytes = vec![0i8; k];
+        for (to, w) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(codes) {
+            *to = load(w).to_le_bytes().map(|b| b as i8);
+        }
+        A4 {
+            codes: bytes,
+            scales: blocks.iter().step_by(2).take(k / 16).map(|w| load(w) as i32).collect(),
+            init: blocks.iter().skip(1).step_by(2).take(k / 16).map(|w| load(w) as i32).collect(),
+        }
+    }
+
+    /// The same column as such words.
+    #[cfg(test)]
+    pub(crate) fn words(&self) -> Vec<u32> {
+        let codes = self.codes.as_chunks::<4>().0.iter().map(|c| u32::from_le_bytes(c.map(|c| c as u8)));
+        codes.chain(self.scales.iter().zip(&self.init).flat_map(|(s, i)| [*s as u32, *i as u32])).collect()
     }
 }
 
