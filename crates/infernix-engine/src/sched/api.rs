@@ -120,7 +120,7 @@ pub struct CacheHints {
     /// Token counts after which a snapshot of the state pays: end of the tools, of the system prompt, of the last user
     /// turn, start of the generation opener, a client's own cache markers.
     pub markers: Vec<usize>,
-    /// Names the conversation, to tell its own history from others' in statistics and in explained misses.
+    /// Names the conversation in the status and in traces. It does not steer eviction: several conversations may share it.
     pub session: Option<String>,
     /// Neither use nor fill the cache.
     pub bypass: bool,
