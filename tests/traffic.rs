@@ -35,7 +35,7 @@ fn plan_reads_what_run_and_serve_recorded() {
     let flag = format!("--record-trace={}", trace.display());
     infernix(cache.path(), &[&RUN[..], &[&flag]].concat()).ok();
     let all = lines(&trace);
-    assert_eq!(all[0]["infernix_trace"], 1);
+    assert_eq!((&all[0]["infernix_trace"], &all[0]["prefix_cache"]), (&json!(1), &json!(true)));
     for key in ["request", "end", "routing", "cache"] {
         assert!(all.iter().any(|l| !l[key].is_null()), "no {key} in the trace");
     }
@@ -55,6 +55,43 @@ fn plan_reads_what_run_and_serve_recorded() {
     assert_eq!(lines(&trace).iter().filter(|l| !l["end"].is_null()).count(), 2);
     let planned = plan(cache.path(), &trace).ok().json();
     assert_eq!(planned["plans"][0]["requests"], 2);
+    assert!(
+        planned["recorded_cached_tokens"].as_u64() > Some(0),
+        "the second time from the cache: {planned}"
+    );
+}
+
+/// `bench` measures without a prefix cache: its trace holds every request and all routing, and says that cache events are not to be
+/// expected.
+#[test]
+fn plan_reads_what_bench_recorded_and_knows_that_there_was_no_cache() {
+    let cache = scratch();
+    let trace = cache.path().join("bench.trace");
+    let flag = format!("--record-trace={}", trace.display());
+    let tests = ["--no-limit", "-r", "2", "-p", "70", "-n", "5", "--concurrency", "2", "--json"];
+    let measured = infernix(cache.path(), &[&["bench"][..], &tests, &[&flag]].concat()).ok().json();
+    assert_eq!(measured["tests"].as_array().map(Vec::len), Some(2), "{measured}");
+    let all = lines(&trace);
+    assert_eq!((&all[0]["infernix_trace"], &all[0]["prefix_cache"]), (&json!(1), &json!(false)));
+    let count = |key: &str| all.iter().filter(|l| !l[key].is_null()).count();
+    // Two tests of two streams, each once to warm up and twice to count.
+    assert_eq!((count("request"), count("end"), count("cache")), (12, 12, 0));
+    assert!(count("routing") > 0);
+    let planned = plan(cache.path(), &trace).ok().json();
+    assert_eq!((&planned["traffic"], &planned["routing"]), (&"recorded".into(), &"recorded".into()));
+    assert_eq!(
+        (&planned["plans"][0]["requests"], &planned["recorded_cached_tokens"]),
+        (&json!(12), &json!(null))
+    );
+    let said = ["plan", "--trace", trace.to_str().expect("text"), "--kv-capacity", "4096"];
+    assert!(infernix(cache.path(), &said).ok().stdout.contains("recorded without a prefix cache"));
+
+    let model = std::fs::read_dir(cache.path()).expect("a folder").map(|e| e.expect("an entry").path());
+    let model = model.filter(|p| p.extension().is_some_and(|e| e == "infernix")).collect::<Vec<_>>();
+    let whole = model[0].metadata().expect("a file").len();
+    let over = format!("--record-trace={}", model[0].display());
+    infernix(cache.path(), &[&["bench"][..], &tests, &[&over]].concat()).fails(2, &["the model's own files"]);
+    assert_eq!(model[0].metadata().expect("a file").len(), whole);
 }
 
 #[test]

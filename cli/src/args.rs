@@ -687,8 +687,8 @@ pub(crate) struct BenchArgs {
     /// Answers at a time, through the engine's scheduler
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=8))]
     pub(crate) concurrency: Option<u32>,
-    /// Run through the engine's scheduler and record requests, routing and cache events as ids, for `infernix plan`; recording
-    /// takes time
+    /// Run through the engine's scheduler and record requests and routing as ids, for `infernix plan`; cache events there are none,
+    /// since every repetition is computed; recording takes time
     #[arg(long, value_name = "FILE", conflicts_with_all = ["profile", "breakdown"])]
     pub(crate) record_trace: Option<PathBuf>,
     /// Decode through the engine's scheduler with these drafts [default: one stream, plainly]

@@ -246,6 +246,22 @@ fn host_bytes(sched: &SchedArgs) -> u64 {
     }
 }
 
+fn same(a: &Path, b: &Path) -> bool {
+    match (a.canonicalize(), b.canonicalize()) {
+        (Ok(a), Ok(b)) => a == b,
+        _ => a == b,
+    }
+}
+
+/// Refuses to write over the model.
+pub(crate) fn spare_the_model(flag: &str, path: Option<&Path>, open: &OpenModel) -> anyhow::Result<()> {
+    let own = |path| open.artifact.paths().chain(open.ngram.as_deref()).any(|f| same(path, f));
+    if path.is_some_and(own) {
+        return Err(usage(format!("{flag} names one of the model's own files")));
+    }
+    Ok(())
+}
+
 /// Refuses flags that cannot hold together, and files that would overwrite each other.
 fn contradictions(sched: &SchedArgs, spec: &SpecArgs, open: &OpenModel) -> anyhow::Result<()> {
     let drafts = |n: AutoNumber| n.0.is_some_and(|n| n > 0);
@@ -268,19 +284,8 @@ fn contradictions(sched: &SchedArgs, spec: &SpecArgs, open: &OpenModel) -> anyho
             "--lm-head-draft: the artifact has no proposal head; convert with --proposal, or leave the flag out",
         ));
     }
-    let same = |a: &Path, b: &Path| match (a.canonicalize(), b.canonicalize()) {
-        (Ok(a), Ok(b)) => a == b,
-        _ => a == b,
-    };
-    let written =
-        [("--record-trace", &sched.record_trace), ("--prefix-cache-file", &sched.prefix_cache_file)];
-    for (flag, path) in written {
-        let Some(path) = path else { continue };
-        if open.artifact.paths().any(|f| same(path, f)) || open.ngram.as_ref().is_some_and(|n| same(path, n))
-        {
-            return Err(usage(format!("{flag} names one of the model's own files")));
-        }
-    }
+    spare_the_model("--record-trace", sched.record_trace.as_deref(), open)?;
+    spare_the_model("--prefix-cache-file", sched.prefix_cache_file.as_deref(), open)?;
     match (&sched.record_trace, &sched.prefix_cache_file) {
         (Some(a), Some(b)) if same(a, b) => {
             Err(usage("--record-trace and --prefix-cache-file name the same file"))

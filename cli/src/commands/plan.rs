@@ -68,6 +68,7 @@ pub(crate) fn run(args: &PlanArgs, progress: ProgressMode) -> anyhow::Result<Out
         let list: Vec<Value> = plans.iter().map(|(v, r, p)| to_json(*v, *r, p)).collect();
         output::print_json(&with_version(json!({
             "traffic": if args.trace.is_some() { "recorded" } else { "synthetic" },
+            "recorded_cached_tokens": trace.cached,
             "routing": if trace.routing.is_empty() { "synthetic" } else { "recorded" },
             "tokens_per_round": if recorded { Some(per_round) } else { None },
             "plans": list,
@@ -123,6 +124,15 @@ pub(crate) fn run(args: &PlanArgs, progress: ProgressMode) -> anyhow::Result<Out
         ]);
     }
     output::print(&table.to_string())?;
+    if args.trace.is_some() {
+        output::print(&match trace.cached {
+            Some(n) => format!(
+                "\n{} % of the prompts came from the cache as it was recorded\n",
+                percent(n, traffic.prompt_tokens)
+            ),
+            None => "\nrecorded without a prefix cache\n".to_owned(),
+        })?;
+    }
     if recorded {
         output::print(&format!(
             "\n{per_round:.2} tokens a round were recorded; decode is stated without drafts\n"

@@ -2,7 +2,7 @@
 
 use super::{Found, Weights, report, settings};
 use crate::args::{BenchArgs, ConstraintArgs, Spec};
-use crate::commands::engine::{draft_tokens, start_engine};
+use crate::commands::engine::{draft_tokens, spare_the_model, start_engine};
 use crate::commands::files::read_json;
 use crate::commands::model::BackendKind;
 use crate::output::usage;
@@ -47,6 +47,9 @@ pub(super) fn run(
              --spec and constraints",
             t.label()
         )));
+    }
+    if let Some(open) = &found.open {
+        spare_the_model("--record-trace", args.record_trace.as_deref(), open)?;
     }
     let count = args.concurrency.unwrap_or(1) as usize;
     let spec = args.spec.unwrap_or(Spec::Off);
@@ -125,6 +128,7 @@ fn start(
         prefill_chunk: args.prefill_chunk,
         max_context: context,
         addressable: format.map_or(usize::MAX, |f| f.tokenizer().addressable() as usize),
+        // Every repetition is to be computed.
         cache: CacheOptions { enabled: false, ..CacheOptions::default() },
         spec: SpecOptions {
             mode: spec.into(),

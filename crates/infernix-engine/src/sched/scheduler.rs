@@ -90,7 +90,7 @@ impl<R: Runner> Scheduler<R> {
         let recorder = match &options.record_trace {
             Some(path) => {
                 runner.record_routing();
-                Some(Recorder::create(path, &limits)?)
+                Some(Recorder::create(path, &limits, options.cache.enabled)?)
             }
             None => None,
         };

@@ -1,6 +1,7 @@
 //! Recording what ran, by ids only: one JSON document a line.
 //!
-//! The first line is the header: `{"infernix_trace": 1, "page_tokens", "page_bytes", "state_bytes", "layers", ...}`. Then
+//! The first line is the header: `{"infernix_trace": 1, "page_tokens", "page_bytes", "pages", "sequences", "vocab",
+//! "prefix_cache": whether there is one, and so cache events}`. Then
 //! `{"at": seconds, "request": n, "prompt": [ids], "markers", "max_tokens", "session"}`,
 //! `{"at", "end": n, "output": [ids], "cached", "rounds", "drafted", "accepted"}`, `{"cache": "snapshot" | "dropped_snapshot" |
 //! "dropped_block" | "restored", ...}` and `{"call": "prompt" | "decode", "routing": [[[expert, ...] by row] by layer]}`. The file is readable by its owner
@@ -28,7 +29,7 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    pub(crate) fn create(path: &Path, limits: &Limits) -> Result<Self, EngineError> {
+    pub(crate) fn create(path: &Path, limits: &Limits, prefix_cache: bool) -> Result<Self, EngineError> {
         let mut options = File::options();
         options.write(true).create(true).truncate(true);
         #[cfg(unix)]
@@ -48,6 +49,7 @@ impl Recorder {
         r.line(&json!({
             "infernix_trace": VERSION, "page_tokens": PAGE_TOKENS, "page_bytes": limits.page_bytes,
             "pages": limits.pages, "sequences": limits.sequences, "vocab": limits.vocab,
+            "prefix_cache": prefix_cache,
         }));
         Ok(r)
     }
@@ -133,7 +135,7 @@ mod tests {
         if !full.exists() {
             return;
         }
-        let mut r = Recorder::create(full, &limits()).unwrap();
+        let mut r = Recorder::create(full, &limits(), true).unwrap();
         for n in 0..1000 {
             r.end(Duration::ZERO, RequestId(n), &[1, 2, 3], &Usage::default());
         }
@@ -146,13 +148,13 @@ mod tests {
         let path = folder.path().join("trace");
         // Also where the file was there before, for everybody to read.
         std::fs::write(&path, "old").unwrap();
-        Recorder::create(&path, &limits()).unwrap().finish().unwrap();
+        Recorder::create(&path, &limits(), true).unwrap().finish().unwrap();
         #[cfg(unix)]
         {
             let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
             assert_eq!(mode & 0o777, 0o600);
         }
         assert!(std::fs::read_to_string(&path).unwrap().starts_with("{\"infernix_trace\":1,"));
-        assert!(Recorder::create(folder.path(), &limits()).is_err(), "a folder is no file");
+        assert!(Recorder::create(folder.path(), &limits(), true).is_err(), "a folder is no file");
     }
 }

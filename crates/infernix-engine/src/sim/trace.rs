@@ -33,6 +33,8 @@ pub struct Trace {
     pub page_bytes: u64,
     /// Bytes of a recurrent state of it; 0 = unknown.
     pub state_bytes: u64,
+    /// Prompt tokens that came from the cache as it was recorded; `None` = there was no cache.
+    pub cached: Option<u64>,
     /// Accepted drafts per round, and rounds, as recorded.
     pub accepted: u64,
     /// Decode rounds recorded.
@@ -62,6 +64,7 @@ impl Trace {
                     return Err(bad(&format!("version {version} of the trace is not known")));
                 }
                 trace.page_bytes = v["page_bytes"].as_u64().unwrap_or(0);
+                trace.cached = v["prefix_cache"].as_bool().unwrap_or(true).then_some(0);
                 continue;
             }
             let ids = |v: &Value| -> Result<Vec<u32>, String> {
@@ -86,6 +89,7 @@ impl Trace {
             } else if let Some(id) = v["end"].as_u64() {
                 let at = order.get(&id).ok_or_else(|| bad("an end without its request"))?;
                 trace.requests[*at].output = ids(&v["output"])?;
+                trace.cached = trace.cached.map(|n| n.saturating_add(v["cached"].as_u64().unwrap_or(0)));
                 trace.rounds += v["rounds"].as_u64().unwrap_or(0);
                 trace.accepted += v["accepted"].as_u64().unwrap_or(0);
             } else if v["cache"] == "snapshot" {
@@ -211,7 +215,7 @@ mod tests {
             r#"{"call": "prompt", "routing": [[[1, 2]], [[3, 4]]]}"#,
             r#"{"call": "decode", "routing": [[[5, 6]], [[7, 8]]]}"#,
             r#"{"cache": "snapshot", "tokens": 3, "bytes": 77}"#,
-            r#"{"at": 3.0, "end": 1, "output": [9], "cached": 0, "rounds": 1, "drafted": 3, "accepted": 2}"#,
+            r#"{"at": 3.0, "end": 1, "output": [9], "cached": 2, "rounds": 1, "drafted": 3, "accepted": 2}"#,
             r#"{"at": 3.5, "end": 2, "outp"#,
         ])
         .unwrap();
@@ -220,6 +224,9 @@ mod tests {
         assert_eq!(trace.requests[0].output, [9]);
         assert_eq!(trace.routing, [[[[5, 6]], [[7, 8]]]], "decode rounds only");
         assert_eq!((trace.page_bytes, trace.state_bytes, trace.rounds, trace.accepted), (100, 77, 1, 2));
+        assert_eq!(trace.cached, Some(2));
+        let uncached = Trace::read(&br#"{"infernix_trace": 1, "prefix_cache": false}"#[..]).unwrap();
+        assert_eq!(uncached.cached, None);
     }
 
     #[test]
