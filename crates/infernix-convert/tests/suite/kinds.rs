@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::common::{converted, copy, fixture, options, run};
-use crate::tensors::{Tensors, rebuilt};
+use crate::tensors::{Tensors, load, rebuilt, save};
 use infernix_artifact::{ArtifactError, Faults};
 use infernix_convert::{ConvertError, RunOptions, Silent, convert, plan};
 
@@ -189,6 +189,132 @@ fn damaged_gguf_models_are_told() {
             std::fs::remove_file(gone.join(second)).unwrap();
             fails(&gone, &[second]);
         }
+    }
+}
+
+/// A word without a value of a tensor's dtype; none of packed codes.
+fn no_value(dtype: &str) -> Option<&'static [u8]> {
+    match dtype {
+        "F8_E4M3" => Some(&[0x7F]),
+        "BF16" => Some(&[0xC0, 0x7F]),
+        "F32" => Some(&[0, 0, 0xC0, 0x7F]),
+        _ => None,
+    }
+}
+
+#[test]
+fn words_and_names_that_cannot_be_are_told_for_every_scheme() {
+    for (name, matrix, codes, scale) in FOLDERS {
+        let Some(checkpoint) = fixture(name) else { continue };
+        let dir = tempfile::tempdir().unwrap();
+        let mut number = 0;
+        let mut with = |change: &dyn Fn(&mut Tensors)| -> PathBuf {
+            number += 1;
+            let to = dir.path().join(number.to_string());
+            rebuilt(&checkpoint, &to, change);
+            to
+        };
+        let tensors = load(&checkpoint);
+        // Words without a value: in the codes, in the scales, in a scale of a whole matrix.
+        for (suffix, illegal) in [
+            (codes, no_value(&tensors[&format!("{matrix}.{codes}")].0)),
+            // E8M0 has one, too; U8 is nothing else among scales.
+            (scale, no_value(&tensors[&format!("{matrix}.{scale}")].0).or(Some(&[0xFF]))),
+        ] {
+            let Some(word) = illegal else { continue };
+            let spoilt = with(&|t| {
+                t.get_mut(&format!("{matrix}.{suffix}")).unwrap().2[..word.len()].copy_from_slice(word)
+            });
+            fails(&spoilt, &[matrix.rsplit('.').next().unwrap().trim_end_matches("_proj")]);
+        }
+        let second = |t: &Tensors| {
+            let whole = |n: &&String| n.ends_with(".weight_scale_2") || n.ends_with(".weight_global_scale");
+            t.keys().find(whole).cloned()
+        };
+        if let Some(second) = second(&tensors) {
+            for word in [0f32, f32::INFINITY, f32::NAN, -1.0] {
+                let spoilt = with(&|t| t.get_mut(&second).unwrap().2 = word.to_le_bytes().to_vec());
+                fails(&spoilt, &[&second, "positive finite"]);
+            }
+        }
+        // One too few, one too many, one twice.
+        let plain = tensors.iter().find(|(_, t)| t.0 == "BF16").map(|(n, _)| n.clone()).unwrap();
+        fails(&with(&|t| drop(t.remove(&plain))), &[&plain]);
+        let surprise = "model.language_model.layers.0.surprise.weight";
+        let extra = with(&|t| {
+            let copied = t[&plain].clone();
+            t.insert(surprise.into(), copied);
+        });
+        fails(&extra, &[surprise]);
+        let twice = with(&|_| {});
+        let one = Tensors::from([(plain.clone(), tensors[&plain].clone())]);
+        save(&twice.join("second.safetensors"), &one);
+        let place =
+            |n: &String| (n.clone(), if *n == plain { "second.safetensors" } else { "model.safetensors" });
+        let index = serde_json::json!({"weight_map": tensors.keys().map(place).collect::<BTreeMap<_, _>>()});
+        std::fs::write(twice.join("model.safetensors.index.json"), index.to_string()).unwrap();
+        fails(&twice, &[&plain, "both"]);
+        // An index that leads out of the folder, a page in place of the weights, hash buffers of another model.
+        let outside = with(&|_| {});
+        let index = serde_json::json!({"weight_map": {plain.as_str(): "../model.safetensors"}});
+        std::fs::write(outside.join("model.safetensors.index.json"), index.to_string()).unwrap();
+        fails(&outside, &["../model.safetensors"]);
+        let page = with(&|_| {});
+        std::fs::write(page.join("model.safetensors"), "<!DOCTYPE html><html></html>").unwrap();
+        fails(&page, &["HTML"]);
+        if let Some(buffer) = tensors.keys().find(|n| n.ends_with("layer_multipliers")) {
+            fails(&with(&|t| t.get_mut(buffer).unwrap().2[0] ^= 2), &["layer_multipliers"]);
+        }
+    }
+}
+
+#[test]
+fn words_and_names_that_cannot_be_are_told_for_gguf_models() {
+    for name in GGUFS {
+        let Some(checkpoint) = fixture(name) else { continue };
+        let dir = tempfile::tempdir().unwrap();
+        let parts = files(&checkpoint, ".gguf");
+        let mut number = 0;
+        let mut with = |change: &dyn Fn(&mut Vec<u8>)| -> PathBuf {
+            number += 1;
+            let to = dir.path().join(number.to_string());
+            copy(&checkpoint, &to);
+            spoil(&to, &parts[0], change);
+            to
+        };
+        // An FP16 scale that is infinite, in a tensor of the first part.
+        let gguf = infernix_checkpoint::Gguf::open(&checkpoint.join(&parts[0])).unwrap();
+        let embedding = gguf.get("token_embd.weight").unwrap();
+        let scale = match embedding.ty.name() {
+            "Q6_K" => 208,
+            "Q8_0" | "Q4_K" => 0,
+            other => panic!("where is the scale of {other}?"),
+        };
+        let at = (embedding.offset + scale) as usize;
+        fails(&with(&|b| b[at..at + 2].copy_from_slice(&[0, 0x7C])), &["embed_tokens", "row 0"]);
+        fails(&with(&|b| *b = b"<!DOCTYPE html><html></html>".to_vec()), &["HTML"]);
+        let key = "ple.layer_multipliers";
+        if gguf.metadata().iter().any(|(k, _)| k.ends_with(key)) {
+            let changed = with(&|b| {
+                let at = b.windows(key.len()).position(|w| w == key.as_bytes()).unwrap();
+                // Behind the key: two types and a count.
+                b[at + key.len() + 16] ^= 2;
+            });
+            fails(&changed, &["layer_multipliers"]);
+        }
+    }
+}
+
+#[test]
+fn outputs_in_the_way_are_left_alone_for_every_kind() {
+    for name in FOLDERS.map(|f| f.0).into_iter().chain(GGUFS) {
+        let Some(checkpoint) = fixture(name) else { continue };
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("x.infernix");
+        std::fs::write(&out, "mine").unwrap();
+        let error = converted(&options(&checkpoint, "auto", &out)).unwrap_err().to_string();
+        assert!(error.contains("already exists"), "{name}: {error}");
+        assert_eq!(std::fs::read(&out).unwrap(), b"mine");
     }
 }
 
