@@ -268,7 +268,8 @@ fn scripts(name: &str) {
     let Some(case) = cases().into_iter().find(|c| c.name.ends_with(name)) else { return };
     let wanted = std::env::var("INFERNIX_CASES").ok().and_then(|n| n.parse().ok());
     let config = ProptestConfig {
-        cases: wanted.unwrap_or(60),
+        // A script takes 0.5, 0.3 and 0.2 s of a core on the three models: about a minute on two cores.
+        cases: wanted.unwrap_or(120),
         failure_persistence: None,
         max_shrink_iters: 2000,
         ..ProptestConfig::default()
