@@ -185,3 +185,40 @@ fn what_is_no_artifact_is_told_apart() {
     finish(program().arg("inspect").arg("/dev/null")).fails(1, &["no regular file"]);
     assert!(names(dir.path()).contains(&"m.infernix".to_owned()) && output.exists());
 }
+
+/// Words that come back as a checkpoint are the same weights; a re-quantized artifact is a stated rounding of them, and the
+/// source is none of the artifact.
+#[test]
+fn exports_and_derivations_are_told() {
+    let dir = scratch();
+    let (exact, dense8) = (dir.path().join("m.infernix"), dir.path().join("d.infernix"));
+    for (recipe, output) in [("auto", &exact), ("qwen3_8_flash_next_nvfp4_dense8", &dense8)] {
+        finish(program().args(["convert", "--recipe", recipe]).arg(demo()).arg("-o").arg(output)).ok();
+    }
+    let folder = dir.path().join("back");
+    let export = |to: &str, output: &Path| {
+        finish(program().args(["export", "--json", "--to", to]).arg(&exact).arg("-o").arg(output))
+    };
+    let report = export("safetensors", &folder).ok().json();
+    for key in ["schema_version", "artifact_id", "files", "bytes", "tensors", "left_out", "complete"] {
+        assert!(!report[key].is_null(), "{key}: {report}");
+    }
+    export("safetensors", &folder).fails(1, &["already exists"]);
+    export("gguf", &dir.path().join("m.gguf")).fails(1, &["fp8_e4m3fn", "GGUF"]);
+
+    let derivation = |file: &Path, other: &Path| {
+        finish(program().args(["verify", "--json"]).arg(file).arg("--derivation").arg(other))
+    };
+    let same = derivation(&exact, &folder).ok().json();
+    assert_eq!((&same["derived"], &same["schema_version"]), (&true.into(), &1.into()), "{same}");
+    assert!(
+        same["counts"]["different"].as_u64().unwrap_or(0) == 0
+            && same["counts"]["identical"].as_u64() > Some(0)
+    );
+    let rounded = derivation(&dense8, &exact).ok().json();
+    assert!(rounded["counts"]["rounded"].as_u64() > Some(0), "{rounded}");
+    let back = derivation(&exact, &dense8).ends(1).json();
+    assert_eq!(back["derived"], false);
+    let text = finish(program().arg("verify").arg(&exact).arg("--derivation").arg(&dense8)).ends(1).stdout;
+    assert!(text.contains("NOT derived") && text.contains("relative error"), "{text}");
+}
