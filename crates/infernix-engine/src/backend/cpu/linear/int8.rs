@@ -123,15 +123,10 @@ impl Int8 {
     }
 
     /// Makes what [`super::vnni::rows`] reads.
-    pub(super) fn for_rows(&mut self, size: usize, bias: i32, even_odd: bool) {
+    pub(super) fn for_rows(&mut self, isa: Isa, size: usize, bias: i32, even_odd: bool) {
         if even_odd && self.even_odd.is_empty() {
             self.even_odd.resize(self.codes.len(), 0);
-            for (o, x) in self.even_odd.chunks_exact_mut(UNIT).zip(self.codes.chunks_exact(UNIT)) {
-                let (even, odd) = o.split_at_mut(UNIT / 2);
-                for ((e, d), p) in even.iter_mut().zip(odd).zip(x.chunks_exact(2)) {
-                    (*e, *d) = (p[0], p[1]);
-                }
-            }
+            split(isa, &self.codes, &mut self.even_odd);
         }
         if self.lanes.iter().any(|l| (l.size, l.bias) == (size, bias)) {
             return;
@@ -139,12 +134,14 @@ impl Int8 {
         let rounds = self.width.div_ceil(size * CHAINS) * CHAINS;
         let n = self.columns * rounds;
         let mut lanes = Lanes { size, bias, scales: vec![0.0; n], start: vec![0; n] };
+        let groups = self.width / size;
+        let mut sums = vec![0; self.columns * groups];
+        group_sums(isa, &self.codes, size, &mut sums);
         for c in 0..self.columns {
-            for (g, codes) in self.codes[c * self.width..(c + 1) * self.width].chunks_exact(size).enumerate()
-            {
+            for g in 0..groups {
                 let at = c * rounds + g / CHAINS * CHAINS + chain(g, size);
                 lanes.scales[at] = self.scales[c * (self.width / a8::GROUP) + g * size / a8::GROUP];
-                lanes.start[at] = -bias * codes.iter().map(|c| i32::from(*c)).sum::<i32>();
+                lanes.start[at] = -bias * sums[c * groups + g];
             }
         }
         self.lanes.push(lanes);
@@ -230,6 +227,30 @@ fn quantise_group(x: &[u16; a8::GROUP], codes: &mut [i8; a8::GROUP]) -> f32 {
         }
     }
     s
+}
+
+per_isa! {
+    /// Of each 128 codes the even ones, then the odd ones.
+    fn split(codes: &[i8], out: &mut [i8]) {
+        for (o, x) in out.as_chunks_mut::<UNIT>().0.iter_mut().zip(codes.as_chunks::<UNIT>().0) {
+            for i in 0..UNIT / 2 {
+                (o[i], o[UNIT / 2 + i]) = (x[2 * i], x[2 * i + 1]);
+            }
+        }
+    }
+}
+
+per_isa! {
+    /// Sums of groups of `size` codes, 16 or 32.
+    fn group_sums(codes: &[i8], size: usize, out: &mut [i32]) {
+        let sum = |c: &[i8; 16]| c.iter().map(|c| i32::from(*c)).sum::<i32>();
+        let halves = codes.as_chunks::<16>().0;
+        if size == 16 {
+            out.iter_mut().zip(halves).for_each(|(o, c)| *o = sum(c));
+        } else {
+            out.iter_mut().zip(halves.as_chunks::<2>().0).for_each(|(o, [a, b])| *o = sum(a) + sum(b));
+        }
+    }
 }
 
 per_isa! {

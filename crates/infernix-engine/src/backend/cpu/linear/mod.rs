@@ -71,7 +71,7 @@ pub fn product(pool: &Pool, isa: Isa, parts: &[Rows<'_>], x: &mut Packed, out: O
 fn prepare(isa: Isa, kind: Kind, x: &mut Packed) {
     match x.int8_mut() {
         #[cfg(target_arch = "x86_64")]
-        Some(int8) if kind.integers() && isa == Isa::Avx512Bf16 => return vnni::prepare(kind, int8),
+        Some(int8) if kind.integers() && isa == Isa::Avx512Bf16 => return vnni::prepare(isa, kind, int8),
         Some(_) if kind.integers() => return,
         Some(_) => x.widen(),
         None => {}

@@ -23,6 +23,8 @@ pub struct Packed {
     int8: Option<Int8>,
     /// Buffers of former ones.
     spare: Int8,
+    /// What the int8 activations were made of.
+    source: Vec<u16>,
 }
 
 /// Below this exponent field (2^-90), products with the smallest code could fall under 2^-126, where the BF16 dot
@@ -49,8 +51,14 @@ impl Packed {
         }
     }
 
-    /// Quantises `x [columns, k]` to int8 per 32 values (`numerics::a8`).
+    /// Quantises `x [columns, k]` to int8 per 32 values (`numerics::a8`), unless it was the last one too: projections
+    /// of one input follow each other.
     pub fn pack_int8(&mut self, isa: Isa, x: &[u16], columns: usize, k: usize) {
+        if self.int8.is_some() && (self.columns, self.k) == (columns, k) && self.source == x {
+            return;
+        }
+        self.source.clear();
+        self.source.extend_from_slice(x);
         (self.columns, self.k, self.blocks) = (columns, k, k.div_ceil(BLOCK));
         self.even_odd.clear();
         self.natural.clear();

@@ -3,6 +3,7 @@
 //! Codes become unsigned bytes, a bias above their value, for `vpdpbusd` multiplies unsigned by signed; the bias times the
 //! sum of the activations is taken off the integer sum again.
 
+use super::super::isa::Isa;
 use super::avx512::sums;
 use super::int8::{CHAINS, Int8, TILE, Tiles, UNIT};
 use super::out::Out;
@@ -717,9 +718,9 @@ fn bias(kind: Kind) -> i32 {
 }
 
 /// Makes the forms of x that a product with `kind` reads.
-pub(super) fn prepare(kind: Kind, x: &mut Int8) {
+pub(super) fn prepare(isa: Isa, kind: Kind, x: &mut Int8) {
     if x.columns() <= FEW {
-        x.for_rows(kind.int8_group(), bias(kind), kind.even_odd());
+        x.for_rows(isa, kind.int8_group(), bias(kind), kind.even_odd());
     } else {
         x.for_panel(kind.int8_group(), bias(kind));
     }
