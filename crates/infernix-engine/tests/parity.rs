@@ -1,13 +1,14 @@
-//! The lossless backend with FP32 boundaries against FP32 reference outputs.
+//! The lossless backend with FP32 boundaries against FP32 reference outputs; both host backends with BF16 boundaries.
 
 #![expect(clippy::print_stdout, reason = "figures and reasons of skipping for whoever runs it")]
 
 mod common;
 
 use common::*;
-use infernix_engine::backend::ActivationPolicy;
+use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
 use infernix_engine::backend::lossless::Lossless;
 use infernix_engine::backend::lossless::LosslessOptions;
+use infernix_engine::backend::{ActivationPolicy, Backend};
 use infernix_engine::driver::{Driver, DriverOptions, LaneOutput, Want, argmax};
 
 fn fp32() -> LosslessOptions {
@@ -158,22 +159,19 @@ fn flash_tiny_orcarouter_converted() {
 }
 
 /// BF16 boundaries: argmax over all positions, and the reference's greedy continuation, teacher-forced.
-fn bf16(name: &str) {
+fn bf16<B: Backend>(name: &str, backend: B) {
     let (Some(model), Some(reference)) =
         (shared(&format!("models/{name}")), shared(&format!("models/refs/{name}/ref.safetensors")))
     else {
         return;
     };
     let folder = tempfile::tempdir().unwrap();
-    let artifact = converted(&model, folder.path());
-    let mut d = artifact_driver(
-        &artifact,
-        LosslessOptions::default(),
-        ActivationPolicy::A16,
-        DriverOptions::default(),
-    );
+    let model = Model::Artifact(converted(&model, folder.path()));
+    let mut d = model.driver(backend, ActivationPolicy::A16, DriverOptions::default());
+    let name = format!("{name} on {}", d.model.backend.name());
     let r = Reference::open(&reference);
     let (ids, top, margin) = (r.ids("input_ids"), r.ids("argmax"), r.f32("margin").1);
+    assert!(ids.len() >= 300, "{name}: {} positions", ids.len());
     let mut s = d.open(0).unwrap();
     let logits = d.prefill(&mut s, &ids, Want::All).unwrap().logits;
     d.close(s);
@@ -184,21 +182,24 @@ fn bf16(name: &str) {
     // margins up to 0.11 did, and so does position 37 of dense-demo-nvidia (0.076) under nearest rounding.
     let wide: Vec<f32> = differ.iter().map(|t| margin[*t]).filter(|m| *m > 0.05).collect();
     assert!(wide.len() <= 1 && wide.iter().all(|m| *m <= 0.12), "{name}: margins {wide:?}");
-    assert!(agree * 100 >= ids.len() * 98);
+    assert!(agree * 100 >= ids.len() * 98, "{name}");
     let (chat, greedy, margin) = (r.ids("chat_ids"), r.ids("greedy_ids"), r.f32("greedy_margin").1);
     let mut s = d.open(0).unwrap();
     let mut logits = d.prefill(&mut s, &chat, Want::Last).unwrap().logits.remove(0);
     for (i, id) in greedy.iter().enumerate() {
-        assert!(argmax(&logits) == *id || margin[i] <= 0.05, "greedy step {i}, margin {}", margin[i]);
+        assert!(argmax(&logits) == *id || margin[i] <= 0.05, "{name}: step {i}, margin {}", margin[i]);
         logits = d.decode(&mut s, *id).unwrap();
     }
 }
 
 #[test]
 fn bf16_boundaries_keep_the_references_choices() {
-    ["flash-demo-bf16", "flash-demo-nvfp4", "dense-demo-bf16", "dense-demo-quasar", "dense-demo-nvidia"]
-        .into_iter()
-        .for_each(bf16);
+    for name in
+        ["flash-demo-bf16", "flash-demo-nvfp4", "dense-demo-bf16", "dense-demo-quasar", "dense-demo-nvidia"]
+    {
+        bf16(name, Lossless::new(LosslessOptions::default()));
+        bf16(name, CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }));
+    }
 }
 
 /// Narrow activations run on the oracle too, and stay near the exact model.
