@@ -13,10 +13,10 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use infernix_engine::backend::cpu::isa::Isa;
 use infernix_engine::backend::cpu::linear::{Kind, Out, Packed, Rows, product};
 use infernix_engine::backend::cpu::pool::Pool;
-use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
+use infernix_engine::backend::cpu::{CpuBackend, CpuBuf, CpuOptions, CpuWeight};
 use infernix_engine::backend::{
-    Activation, At, Backend, CallKind, ExpertData, ExpertSpec, GdnDims, LaneMeta, Op, Part, RowKey, Site,
-    StepMeta, WeightData, WeightPart, WeightSpec,
+    Activation, At, Backend, CallKind, ExpertData, ExpertSpec, GateKind, GdnDims, HyperWeights, LaneMeta,
+    NormSpec, Op, Part, RopeTable, RowKey, Site, StepMeta, WeightData, WeightPart, WeightSpec,
 };
 use infernix_engine::memory::HugeMemory;
 use infernix_engine::state::{AttentionLayout, KvFormat, StateLayout};
@@ -299,6 +299,89 @@ fn row_major_experts(c: &mut Criterion) {
     }
 }
 
+/// A BF16 weight of zeros.
+fn zeros(b: &mut CpuBackend, shape: Vec<u64>) -> CpuWeight {
+    let bytes = Arc::new(vec![0u8; 2 * shape.iter().product::<u64>() as usize]);
+    let rows = if shape.len() < 2 { 1 } else { shape[0] };
+    let part = WeightPart {
+        format: Format::Bf16,
+        layout: Layout::ContiguousLeV1,
+        shape: shape.clone(),
+        bytes,
+        file: None,
+        rows: 0..rows,
+    };
+    let spec = WeightSpec { name: "bench".into(), activation: Activation::A16, input_scale: None };
+    b.weight(&spec, WeightData { shape, parts: vec![part] }).expect("legal zeros")
+}
+
+/// Small values, some negative.
+fn some(b: &mut CpuBackend, rows: usize, width: usize) -> CpuBuf {
+    b.write(rows, width, &(0..rows * width).map(|i| (i % 13) as f32 / 8.0 - 0.75).collect::<Vec<_>>())
+}
+
+/// Operations that take a row by itself, at the demo's widths and at those of Flash-Next: hidden, intermediate, rank of the
+/// hyper-connections, heads, experts.
+fn rows(c: &mut Criterion) {
+    const STREAMS: usize = 4;
+    let mut b = backend();
+    let layout = StateLayout {
+        attention: Vec::new(),
+        gdn: Vec::new(),
+        ple: Vec::new(),
+        pages: 1,
+        slots: 1,
+        kv: KvFormat::Bf16,
+    };
+    b.allocate(&layout).expect("no state");
+    let rope = RopeTable { freq: (0..32).map(|i| 0.5f64.powi(i)).collect(), axis: vec![0; 32], scale: 1.0 };
+    let mut g = c.benchmark_group("rows");
+    g.sample_size(10).measurement_time(Duration::from_millis(100)).warm_up_time(Duration::from_millis(50));
+    for (model, h, i, rank, heads, experts) in
+        [("demo", 256usize, 64usize, 32usize, 4usize, 32usize), ("Flash-Next", 2560, 640, 320, 24, 512)]
+    {
+        let wide = STREAMS * h;
+        let norm = zeros(&mut b, vec![wide as u64]);
+        let head = zeros(&mut b, vec![256]);
+        let gate = zeros(&mut b, vec![128]);
+        let hyper = HyperWeights::<CpuBackend> {
+            norm: zeros(&mut b, vec![wide as u64]),
+            down: zeros(&mut b, vec![rank as u64, wide as u64]),
+            up: zeros(&mut b, vec![wide as u64, rank as u64]),
+            inject: Some(zeros(&mut b, vec![STREAMS as u64, wide as u64])),
+            streams: STREAMS,
+            eps: 1e-6,
+        };
+        for n in [1usize, 64] {
+            let keys = round(&mut b, CallKind::Prefill, n, 0);
+            let at = at(&keys);
+            let (r, y, hidden) = (some(&mut b, n, wide), some(&mut b, n, h), some(&mut b, n, i));
+            let (q, o) = (some(&mut b, n, heads * 256), some(&mut b, n, heads * 128));
+            let (logits, factor) = (some(&mut b, n, experts), some(&mut b, n, STREAMS));
+            let mut sum = some(&mut b, n, wide);
+            g.throughput(Throughput::Elements(n as u64));
+            let mut bench = |name: &str, f: &mut dyn FnMut(&mut CpuBackend)| {
+                g.bench_function(BenchmarkId::new(format!("{model} {name}"), n), |x| x.iter(|| f(&mut b)));
+            };
+            let spec = NormSpec { groups: STREAMS, zero_centred: true, eps: 1e-6 };
+            bench("norm", &mut |b| drop(black_box(b.norm(&r, &norm, spec, at))));
+            bench("head norm and rotation", &mut |b| {
+                drop(black_box(b.norm_rope(&q, &head, &rope, 1e-6, at)));
+            });
+            bench("gated norm", &mut |b| {
+                drop(black_box(b.gdn_gate(&o, &o, &gate, GateKind::Silu, 1e-6, at)));
+            });
+            bench("swiglu", &mut |b| drop(black_box(b.swiglu(&hidden, &hidden, at))));
+            bench("residual", &mut |b| b.add(&mut sum, &y, at));
+            bench("hyper-connection", &mut |b| {
+                drop(black_box(b.hyper_mix(&r, &hyper, Op::MixerHyper, at)));
+                b.hyper_inject(&mut sum, &y, &factor, at);
+            });
+            bench("routing", &mut |b| drop(black_box(b.route(&logits, 10.min(experts), at))));
+        }
+    }
+}
+
 /// A delta-rule layer and an attention layer of the 27B model.
 fn state(c: &mut Criterion) {
     let gdn = GdnDims { key_heads: 16, value_heads: 48, key_dim: 128, value_dim: 128, conv_kernel: 4 };
@@ -312,29 +395,12 @@ fn state(c: &mut Criterion) {
         kv: KvFormat::Bf16,
     };
     b.allocate(&layout).expect("a small state");
-    let zeros = |b: &mut CpuBackend, shape: Vec<u64>| {
-        let bytes = Arc::new(vec![0u8; 2 * shape.iter().product::<u64>() as usize]);
-        let rows = if shape.len() < 2 { 1 } else { shape[0] };
-        let part = WeightPart {
-            format: Format::Bf16,
-            layout: Layout::ContiguousLeV1,
-            shape: shape.clone(),
-            bytes,
-            file: None,
-            rows: 0..rows,
-        };
-        let spec = WeightSpec { name: "bench".into(), activation: Activation::A16, input_scale: None };
-        b.weight(&spec, WeightData { shape, parts: vec![part] }).expect("legal zeros")
-    };
     let (a_log, dt) = (zeros(&mut b, vec![48]), zeros(&mut b, vec![48]));
     let conv = zeros(&mut b, vec![gdn.channels() as u64, 4]);
     let mut g = c.benchmark_group("state");
     g.sample_size(10).measurement_time(Duration::from_millis(300)).warm_up_time(Duration::from_millis(100));
     for rows in [1usize, 64] {
-        let some = |b: &mut CpuBackend, w: usize| {
-            b.write(rows, w, &(0..rows * w).map(|i| (i % 13) as f32 / 8.0 - 0.75).collect::<Vec<_>>())
-        };
-        let (u, a) = (some(&mut b, gdn.channels()), some(&mut b, 48));
+        let (u, a) = (some(&mut b, rows, gdn.channels()), some(&mut b, rows, 48));
         g.throughput(Throughput::Elements(rows as u64));
         g.bench_function(BenchmarkId::new("convolution and delta rule", rows), |bench| {
             bench.iter(|| {
@@ -348,7 +414,7 @@ fn state(c: &mut Criterion) {
                 }
             });
         });
-        let (q, kv) = (some(&mut b, 24 * 256), some(&mut b, 4 * 256));
+        let (q, kv) = (some(&mut b, rows, 24 * 256), some(&mut b, rows, 4 * 256));
         for context in [512usize, 8192] {
             g.bench_function(BenchmarkId::new(format!("attention over {context}"), rows), |bench| {
                 bench.iter(|| {
@@ -361,5 +427,5 @@ fn state(c: &mut Criterion) {
     }
 }
 
-criterion_group!(ops, linear, experts, row_major_experts, state);
+criterion_group!(ops, linear, experts, row_major_experts, rows, state);
 criterion_main!(ops);
