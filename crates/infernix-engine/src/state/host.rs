@@ -81,7 +81,10 @@ impl HostState {
         let mut states = Lines::together(&lengths.repeat(2));
         let spares = states.split_off(lengths.len());
         let gdn = states.into_iter().zip(spares);
-        self.slot_of(gdn.map(|(s, spare)| GdnSlot { s: Arc::new(s), spare, ..GdnSlot::default() }).collect())
+        self.slot_of(
+            gdn.map(|(s, spare)| GdnSlot { s: Arc::new(s), spare: vec![spare], ..GdnSlot::default() })
+                .collect(),
+        )
     }
 
     /// A fresh slot around these layers.
@@ -133,6 +136,10 @@ impl HostState {
                 r
             })
             .collect();
+        for lane in meta.lanes.iter().filter(|_| meta.part == Part::Target) {
+            let decode = meta.kind == CallKind::Decode;
+            self.slots[lane.slot].provide(|g| if decode { g.record.keys.is_empty() } else { g.shared() });
+        }
         self.meta = meta;
         self.failed.clear();
         Ok(())
@@ -163,17 +170,19 @@ impl HostState {
         let slot = self.slots.get_mut(slot).ok_or(EngineError::OutOfSlots { slots: layout.slots })?;
         let too_many = |have: usize| EngineError::Round(format!("commit of {n} columns, {have} recorded"));
         if part == Part::Target {
+            slot.provide(|g| n > 0 && n < g.record.keys.len() && g.shared());
             for (id, g) in slot.gdn.iter_mut().enumerate() {
                 let have = g.record.keys.len();
                 if n > have {
                     return Err(too_many(have));
                 }
                 if n == have && n > 0 {
-                    let after = Arc::new(std::mem::take(&mut g.record.after));
-                    // A snapshot may hold the old state: then the next record gets a new buffer.
-                    g.spare = Arc::try_unwrap(std::mem::replace(&mut g.s, after)).unwrap_or_default();
+                    let after = std::mem::take(&mut g.record.after);
+                    g.replace(Arc::new(after));
                 } else if n > 0 {
-                    replay(id, &mut Arc::make_mut(&mut g.s)[..], &g.record, n);
+                    let record = std::mem::take(&mut g.record);
+                    replay(id, g.own(), &record, n);
+                    g.record = record;
                 }
                 g.len += n;
                 g.drop_record();
@@ -216,19 +225,18 @@ impl HostState {
     pub fn reset(&mut self, slot: SlotId) {
         // Buffers that nobody else holds are used again: their pages are there.
         let mut gdn = std::mem::take(&mut self.slots[slot].gdn);
-        let own = gdn.iter_mut().all(|g| match Arc::get_mut(&mut g.s) {
-            Some(s) => {
-                s.fill(0.0);
-                true
-            }
-            None => false,
-        });
-        if !own {
-            self.slots[slot] = self.fresh_slot();
-            return;
-        }
         for g in &mut gdn {
             g.drop_record();
+            if g.shared()
+                && let Some(own) = g.spare.pop()
+            {
+                g.s = Arc::new(own);
+            }
+            if g.shared() {
+                self.slots[slot] = self.fresh_slot();
+                return;
+            }
+            Arc::make_mut(&mut g.s).fill(0.0);
             g.len = 0;
         }
         self.slots[slot] = self.slot_of(gdn);
@@ -243,7 +251,7 @@ impl HostState {
     /// Overwrites a slot.
     pub fn restore(&mut self, slot: SlotId, snapshot: &SlotSnapshot) -> Result<(), EngineError> {
         let s = self.slots.get_mut(slot).ok_or(EngineError::OutOfSlots { slots: self.layout.slots })?;
-        *s = (*snapshot.0).clone();
+        s.assign(&snapshot.0);
         Ok(())
     }
 
@@ -338,12 +346,7 @@ impl HostState {
         for (lane, r) in self.meta.lanes.iter().zip(&self.lane_rows) {
             let state = &mut self.slots[lane.slot].gdn[id];
             if state.record.keys.is_empty() {
-                if !state.spare.is_empty() {
-                    state.record.after = std::mem::take(&mut state.spare);
-                }
-                if state.record.after.len() != state.s.len() {
-                    state.record.after = Lines::zeroed(state.s.len());
-                }
+                state.record.after = state.spare.pop().unwrap_or_else(|| Lines::zeroed(state.s.len()));
             }
             state.record.keys.extend_from_slice(&keys[r.clone()]);
             state.record.u.extend_from_slice(&u[r.start * c..r.end * c]);
@@ -366,9 +369,9 @@ impl HostState {
                 let from = (g.record.keys.len() == rows.len()).then_some(&g.s[..]);
                 GdnLane { rows, s: &mut g.record.after, from }
             } else {
-                g.record.clear();
+                g.drop_record();
                 g.len += rows.len();
-                GdnLane { rows, s: &mut Arc::make_mut(&mut g.s)[..], from: None }
+                GdnLane { rows, s: g.own(), from: None }
             });
         }
         order.into_iter().flatten().collect()
@@ -474,5 +477,93 @@ fn shift(columns: &mut [f32], new: &[f32]) {
     } else {
         columns.copy_within(new.len().., 0);
         columns[n - new.len()..].copy_from_slice(new);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{GdnDims, LaneMeta};
+    use std::collections::BTreeSet;
+
+    const N: usize = 2 * 4 * 3;
+
+    fn state() -> HostState {
+        let gdn = GdnDims { key_heads: 1, value_heads: 2, key_dim: 4, value_dim: 3, conv_kernel: 2 };
+        let layout = StateLayout {
+            attention: Vec::new(),
+            gdn: vec![gdn],
+            ple: Vec::new(),
+            pages: 1,
+            slots: 1,
+            kv: KvFormat::Bf16,
+        };
+        HostState::new(&layout, false)
+    }
+
+    /// A round of `n` columns that leaves `value` everywhere in S.
+    fn round(state: &mut HostState, kind: CallKind, n: usize, value: f32) {
+        let lane = LaneMeta {
+            slot: 0,
+            stream: 0,
+            start: 0,
+            ids: vec![0; n],
+            next_ids: Vec::new(),
+            positions: vec![[0; 3]; n],
+            pages: vec![0],
+        };
+        let meta = StepMeta { kind, part: Part::Target, lanes: vec![lane] };
+        let keys = meta.keys();
+        state.begin(meta).unwrap();
+        let channels = state.layout.gdn[0].channels();
+        state.conv_window(ConvKind::Gdn, 0, 0, &vec![0.0; n * channels]);
+        state.gdn_record(0, &keys, &vec![0.0; n * channels], &vec![0.0; 2 * n], &vec![0.0; 2 * n]);
+        for mut lane in state.gdn_lanes(0) {
+            lane.settle();
+            lane.s.fill(value);
+        }
+        assert!(state.end().failed_lanes.is_empty());
+    }
+
+    fn commit(state: &mut HostState, n: usize, value: f32) {
+        state.commit(0, Part::Target, n, |_, s, _, _| s.fill(value)).unwrap();
+    }
+
+    /// However a sequence is restored, read on, decoded and drafted, its states change places among the same few buffers, and
+    /// what snapshots hold stays as it is.
+    #[test]
+    fn states_take_the_buffers_of_former_ones_and_leave_snapshots_alone() {
+        let mut s = state();
+        let mut places = BTreeSet::new();
+        round(&mut s, CallKind::Prefill, 3, 1.0);
+        let early = s.snapshot(0).unwrap();
+        round(&mut s, CallKind::Decode, 1, 2.0);
+        commit(&mut s, 1, f32::NAN);
+        let late = s.snapshot(0).unwrap();
+        for i in 0..20 {
+            let (snapshot, value) = if i % 3 == 0 { (&early, 1.0) } else { (&late, 2.0) };
+            s.restore(0, snapshot).unwrap();
+            assert_eq!(s.gdn_state(0, 0), [value; N]);
+            places.insert(s.gdn_state(0, 0).as_ptr());
+            if i % 2 == 0 {
+                round(&mut s, CallKind::Prefill, 2, 3.0);
+                assert_eq!(s.gdn_state(0, 0), [3.0; N]);
+                places.insert(s.gdn_state(0, 0).as_ptr());
+            }
+            for (columns, kept) in [(1, 1), (3, 2), (2, 0), (1, 1)] {
+                round(&mut s, CallKind::Decode, columns, 4.0);
+                commit(&mut s, kept, 5.0);
+                places.insert(s.gdn_state(0, 0).as_ptr());
+            }
+            assert_eq!(s.gdn_state(0, 0), [4.0; N]);
+        }
+        assert!(places.len() <= 5, "two of snapshots, and {} of the slot", places.len() - 2);
+        for (snapshot, value) in [(&early, 1.0), (&late, 2.0)] {
+            s.restore(0, snapshot).unwrap();
+            assert_eq!(s.gdn_state(0, 0), [value; N]);
+        }
+        s.reset(0);
+        assert_eq!(s.gdn_state(0, 0), [0.0; N]);
+        assert!(places.contains(&s.gdn_state(0, 0).as_ptr()), "a fresh sequence takes them too");
     }
 }

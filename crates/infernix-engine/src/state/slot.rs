@@ -35,9 +35,8 @@ pub(super) struct GdnSlot {
     pub s: Arc<Lines>,
     pub len: usize,
     pub record: GdnRecord,
-    /// The buffer that the next record's `after` takes: a commit exchanges the two, so that a decoded token neither
-    /// allocates nor copies a state.
-    pub spare: Lines,
+    /// Buffers of former states, which the next ones take: a decoded token neither allocates nor copies a state.
+    pub spare: Vec<Lines>,
 }
 
 impl GdnSlot {
@@ -45,8 +44,30 @@ impl GdnSlot {
     pub(super) fn drop_record(&mut self) {
         self.record.clear();
         if !self.record.after.is_empty() {
-            self.spare = std::mem::take(&mut self.record.after);
+            self.spare.push(std::mem::take(&mut self.record.after));
         }
+    }
+
+    /// Puts `s` in the place of the committed state, whose buffer is kept unless a snapshot holds it.
+    pub(super) fn replace(&mut self, s: Arc<Lines>) {
+        let old = Arc::try_unwrap(std::mem::replace(&mut self.s, s));
+        self.spare.extend(old.ok().filter(|old| !old.is_empty()));
+    }
+
+    /// Whether a snapshot holds the committed state too.
+    pub(super) fn shared(&self) -> bool {
+        Arc::strong_count(&self.s) > 1
+    }
+
+    /// The committed state, to be changed; a spare buffer takes over what a snapshot holds.
+    pub(super) fn own(&mut self) -> &mut [f32] {
+        if self.shared()
+            && let Some(mut copy) = self.spare.pop()
+        {
+            copy.copy_from_slice(&self.s);
+            self.s = Arc::new(copy);
+        }
+        &mut Arc::make_mut(&mut self.s)[..]
     }
 }
 
@@ -81,6 +102,28 @@ pub struct Slot {
     pub(super) gdn_conv: Vec<ConvSlot>,
     pub(super) ple_conv: Vec<ConvSlot>,
     pub(super) index: Vec<Option<IndexSlot>>,
+}
+
+impl Slot {
+    /// Gives the layers that lack a spare buffer, and of which `need` says that they will take one, one each: together
+    /// on huge pages, where single ones would lie on small pages.
+    pub(super) fn provide(&mut self, need: impl Fn(&GdnSlot) -> bool) {
+        let lacks = |g: &&mut GdnSlot| g.spare.is_empty() && need(g);
+        let lengths: Vec<usize> = self.gdn.iter_mut().filter(lacks).map(|g| g.s.len()).collect();
+        for (g, lines) in self.gdn.iter_mut().filter(lacks).zip(Lines::together(&lengths)) {
+            g.spare.push(lines);
+        }
+    }
+
+    /// Becomes `other` and keeps its buffers.
+    pub(super) fn assign(&mut self, other: &Slot) {
+        let kept = std::mem::replace(self, other.clone()).gdn;
+        for (new, mut old) in self.gdn.iter_mut().zip(kept) {
+            old.drop_record();
+            old.replace(Arc::default());
+            (new.record, new.spare) = (old.record, old.spare);
+        }
+    }
 }
 
 /// Committed state of a slot; large parts are shared until one side writes.
