@@ -47,7 +47,7 @@ fn run() -> Result<Value, EngineError> {
         prompt_rows: chunk,
         window,
         workers: flag("--workers").and_then(|v| v.parse().ok()),
-        lend: flag("--lend").is_none_or(|v| v != "0"),
+        lend: flag("--lend").map(|v| v != "0"),
         ..CudaOptions::default()
     };
     let backend = Cuda::new(options)?;

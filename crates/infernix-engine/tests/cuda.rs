@@ -297,7 +297,8 @@ fn a_model_runs_on_the_device_as_on_the_processor() {
             (Placement::Frames(24), 4, true),
             (Placement::Frames(24), 4, false),
         ] {
-            let options = CudaOptions { placement, workers: Some(workers), lend, ..CudaOptions::default() };
+            let options =
+                CudaOptions { placement, workers: Some(workers), lend: Some(lend), ..CudaOptions::default() };
             let mut p = driver(&a, Cuda::new(options).unwrap());
             // Whatever was measured, on this small model the link alone would be faster.
             p.model.backend.split_misses([0, 1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8, 8]);
@@ -321,7 +322,7 @@ fn a_model_runs_on_the_device_as_on_the_processor() {
         let options = CudaOptions {
             placement: Placement::Host,
             workers: Some(2),
-            lend: false,
+            lend: Some(false),
             ..CudaOptions::default()
         };
         let mut p = driver(&a, Cuda::new(options).unwrap());

@@ -58,8 +58,9 @@ pub struct CudaOptions {
     pub window: usize,
     /// Threads that compute a share of the experts that decode rounds miss; none: as many as the processor can spare.
     pub workers: Option<usize>,
-    /// Keep more experts in the memory of prompts while none runs.
-    pub lend: bool,
+    /// Keep more experts in the memory of prompts while none runs; none: where no threads compute experts, for filling that memory
+    /// after a prompt costs the link more than it then saves.
+    pub lend: Option<bool>,
     /// Note how long each part of a round takes; rounds then run launch by launch.
     pub profile: bool,
 }
@@ -93,7 +94,7 @@ impl Default for CudaOptions {
             prompt_rows: WINDOW,
             window: WINDOW,
             workers: None,
-            lend: true,
+            lend: None,
             profile: false,
         }
     }
@@ -203,6 +204,9 @@ impl Cuda {
     /// Opens a device; [`Backend::allocate`] adds state.
     pub fn new(options: CudaOptions) -> Result<Self, EngineError> {
         let device = Device::open(options.device).map_err(fault)?;
+        let threads = options.workers.unwrap_or_else(automatic_threads);
+        let lend = options.lend.unwrap_or(threads == 0);
+        let options = CudaOptions { workers: Some(threads), ..options };
         let vram = Arc::new(Vram::new(device.clone(), options.budget));
         Ok(Cuda {
             arena: Arc::new(Arena::new(vram.clone())),
@@ -210,7 +214,7 @@ impl Cuda {
             plans: Plans::new(&device).map_err(fault)?,
             vram,
             state: None,
-            tiers: Tiers::new(options.placement, options.routing, options.expert_ram, options.lend),
+            tiers: Tiers::new(options.placement, options.routing, options.expert_ram, lend),
             workers: None,
             round: None,
             identity: None,
@@ -319,7 +323,7 @@ impl Cuda {
 
     /// Starts the threads that compute missing experts, where there are any.
     pub(super) fn start_workers(&mut self) -> Result<(), EngineError> {
-        let threads = self.options.workers.unwrap_or_else(automatic_threads);
+        let threads = self.options.workers.unwrap_or(0);
         if threads > 0 && self.tiers.is_partial() && !self.tiers.on_disk() {
             // What a fifth generation link of 16 lanes brings, where it was not measured.
             let link = self.tiers.link_seconds().unwrap_or(self.tiers.record_bytes() as f64 / 51e9);
