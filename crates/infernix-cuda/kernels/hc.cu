@@ -116,6 +116,12 @@ DEV void hc_down_body(const u8* __restrict__ wd, const u8* __restrict__ sd, cons
       const int st = warp + 16 * i;
       if (st < nsteps) {
         u32 af[4], bfr[4], xf[4];
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+        // Expanded codes must not be kept for the next columns: ptxas of this target spills to do so.
+#pragma unroll
+        for (int w = 0; w < Fmt<F>::LANE_BYTES / 4; w++) asm volatile("" : "+r"(a[i].w[w]), "+r"(b[i].w[w]));
+        asm volatile("" : "+r"(a[i].extra), "+r"(b[i].extra));
+#endif
         expand<F>(a[i], af);
         expand<F>(b[i], bfr);
         uint4 x = make_uint4(0, 0, 0, 0);

@@ -33,7 +33,8 @@ pub(crate) fn entries(report: &str) -> Vec<Entry> {
 fn hot_kernels_do_not_spill() {
     // Kernels whose inner loops decide the speed of a round or of a prompt.
     let hot = |k: &str| {
-        let prefixes = ["tile_", "tilew_", "tile4_", "gdn_", "w4a4_", "attn_", "attn8_", "ggml_", "kv8_"];
+        let prefixes =
+            ["tile_", "tilew_", "tile4_", "gdn_", "hc_", "w4a4_", "attn_", "attn8_", "ggml_", "kv8_"];
         prefixes.iter().any(|p| k.starts_with(p))
             || ((k.starts_with("gemv_") || k.starts_with("group_"))
                 && (k.ends_with("_n1") || k.ends_with("_n2")))
