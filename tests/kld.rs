@@ -131,6 +131,10 @@ fn another_engine_writes_its_logits_for_exported_tokens() {
     let args = ["--ctx", "64", "--chunks", "1", "--against", "cpu.safetensors", "--json"];
     let d = m.kld(&args).ok().json();
     assert_eq!(d["paths"][1]["engine"], "cpu.safetensors");
+    // A saved reference holds no tokens: without a model these logits cannot be scored, which must be said.
+    m.kld(&["--ctx", "64", "--chunks", "1", "--save-reference", "saved.ref"]).ok();
+    let files = ["--reference", "saved.ref", "--test", "cpu.safetensors"];
+    m.run("kld", files).fails(1, &["saved.ref holds no tokens", "give the model"]);
     assert_eq!(
         d["paths"][0]["mean_kld"], d["paths"][1]["mean_kld"],
         "the same engine, live and from its file"
@@ -201,6 +205,22 @@ fn perplexity_is_the_same_from_run_to_run_and_by_domain() {
     assert_eq!(quick["streams"].as_array().unwrap().len(), 1);
     m.run("ppl", [model, "--context", "64", "--stride", "64"]).fails(2, &["--stride"]);
     m.run("ppl", [model, "--text", "nothing.txt"]).fails(1, &["nothing.txt"]);
+}
+
+/// Hours of work must not end at a folder that does not exist, or in one file written over another.
+#[test]
+fn outputs_that_cannot_be_written_are_refused_before_anything_is_measured() {
+    let m = Model::new();
+    for (outputs, words) in [
+        (["-o", "none/x.json", "--save-reference", "x.ref"], "there is no folder none"),
+        (["--save-base", "x.base", "--save-reference", "x.base"], "two outputs are named x.base"),
+        (["-o", "same.json", "-o", "same.json"], "two outputs are named same.json"),
+    ] {
+        m.kld(&outputs).fails(2, &[words]);
+        assert!(!m.at("x.ref").exists() && !m.at("x.base").exists() && !m.at("cache/kld").exists());
+    }
+    let model = m.artifact.to_str().expect("UTF-8");
+    m.run("ppl", [model, "-o", "none/x.json"]).fails(2, &["there is no folder none"]);
 }
 
 /// Figures of the committed cards come from the committed measurements: the card made anew is the committed one.

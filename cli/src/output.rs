@@ -71,6 +71,20 @@ pub(crate) fn write_report(path: &std::path::Path, text: &str) -> anyhow::Result
     Ok(())
 }
 
+/// Refuses, before hours of work, files that could not be written at its end, or that would be written over each other.
+pub(crate) fn check_places(files: &[&std::path::Path]) -> anyhow::Result<()> {
+    for (i, path) in files.iter().enumerate() {
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+        if let Some(folder) = folder.filter(|p| !p.is_dir()) {
+            return Err(usage(format!("{}: there is no folder {}", path.display(), folder.display())));
+        }
+        if files[..i].contains(path) {
+            return Err(usage(format!("two outputs are named {}", path.display())));
+        }
+    }
+    Ok(())
+}
+
 /// Writes a line to stderr. A closed stderr is no reason to stop.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");

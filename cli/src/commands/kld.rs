@@ -62,10 +62,13 @@ fn check(args: &KldArgs) -> anyhow::Result<()> {
     if args.llama_compat && args.save_reference.is_some() {
         return Err(usage("--llama-compat reads 16-bit codes: save them with --save-base"));
     }
+    let saved = [&args.save_reference, &args.save_base, &args.export_tokens];
+    let outputs: Vec<&Path> =
+        args.output.iter().chain(saved.into_iter().flatten()).map(PathBuf::as_path).collect();
     for path in &args.output {
         Form::of(path)?;
     }
-    Ok(())
+    output::check_places(&outputs)
 }
 
 /// Names of files under test with the open files, and artifacts under test.
@@ -501,6 +504,14 @@ fn title(report: &KldReport) -> String {
 }
 
 fn print(args: &KldArgs, report: &KldReport) -> anyhow::Result<Outcome> {
+    if args.json.json {
+        output::print_json(&report.to_json())?;
+    } else if args.llama_compat {
+        output::print(&report.to_llama_text())?;
+    } else {
+        output::print(&report.to_text())?;
+    }
+    // Last: what cannot be written is lost in the file alone.
     for path in &args.output {
         let text = match Form::of(path)? {
             Form::Json => format!("{:#}\n", report.to_json()),
@@ -508,13 +519,6 @@ fn print(args: &KldArgs, report: &KldReport) -> anyhow::Result<Outcome> {
             Form::Page => page(&title(report), &[(file_name(path), report.to_json())])?.html,
         };
         output::write_report(path, &text)?;
-    }
-    if args.json.json {
-        output::print_json(&report.to_json())?;
-    } else if args.llama_compat {
-        output::print(&report.to_llama_text())?;
-    } else {
-        output::print(&report.to_text())?;
     }
     Ok(Outcome::Done)
 }

@@ -21,8 +21,15 @@ pub(crate) fn run(args: &PplArgs, progress: ProgressMode) -> anyhow::Result<Outc
             return Err(usage("ppl writes .json and .md; `infernix report` makes a page of them"));
         }
     }
-    if args.stride == 0 || args.stride >= args.context || args.prefill_chunk == 0 {
-        return Err(usage("--stride must lie between 1 and --context - 1, --prefill-chunk be at least 1"));
+    output::check_places(&args.output.iter().map(|p| p.as_path()).collect::<Vec<_>>())?;
+    if args.stride == 0 || args.stride >= args.context {
+        return Err(usage(format!(
+            "--stride {} must lie between 1 and --context - 1: windows of {} overlap by at least one token",
+            args.stride, args.context
+        )));
+    }
+    if args.prefill_chunk == 0 {
+        return Err(usage("--prefill-chunk must be at least 1"));
     }
     let corpus = match (&args.corpus, &args.text) {
         (Some(manifest), _) => Corpus::load(manifest, if args.quick { "quick" } else { "full" })?,
@@ -85,17 +92,17 @@ impl Task for Job<'_> {
 }
 
 fn print(args: &PplArgs, report: &PplReport) -> anyhow::Result<Outcome> {
+    if args.json.json {
+        output::print_json(&report.to_json())?;
+    } else {
+        output::print(&report.to_text())?;
+    }
     for path in &args.output {
         let text = match Form::of(path)? {
             Form::Json => format!("{:#}\n", report.to_json()),
             _ => report.to_markdown(),
         };
         output::write_report(path, &text)?;
-    }
-    if args.json.json {
-        output::print_json(&report.to_json())?;
-    } else {
-        output::print(&report.to_text())?;
     }
     Ok(Outcome::Done)
 }

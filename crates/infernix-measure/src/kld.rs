@@ -328,6 +328,13 @@ fn check_inputs(
             return refuse(format!("{}: {own} logits a row, the reference has {vocab}", test.engine));
         }
         match (reference, &test.rows) {
+            (Reference::Stored(f), Rows::Logits(_)) if options.chunks.tokens().is_empty() => {
+                return refuse(format!(
+                    "{} holds no tokens to score {} with: give the model, or that file as the reference",
+                    f.path().display(),
+                    test.engine
+                ));
+            }
             (Reference::Stored(_), Rows::Llama(_)) => {
                 return refuse("a llama.cpp file holds no tail to compare with a top-k reference".into());
             }
