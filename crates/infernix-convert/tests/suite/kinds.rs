@@ -56,18 +56,23 @@ fn files(folder: &Path, extension: &str) -> Vec<String> {
     out
 }
 
+/// Makes changed copies of a checkpoint in numbered folders.
+fn copies<'a>(checkpoint: &'a Path, dir: &'a Path) -> impl FnMut(&dyn Fn(&mut Tensors)) -> PathBuf + 'a {
+    let mut number = 0;
+    move |change| {
+        number += 1;
+        let to = dir.join(number.to_string());
+        rebuilt(checkpoint, &to, change);
+        to
+    }
+}
+
 #[test]
 fn damaged_folders_of_every_scheme_are_told() {
     for (name, matrix, codes, scale) in FOLDERS {
         let Some(checkpoint) = fixture(name) else { continue };
         let dir = tempfile::tempdir().unwrap();
-        let mut number = 0;
-        let mut with = |change: &dyn Fn(&mut Tensors)| -> PathBuf {
-            number += 1;
-            let to = dir.path().join(number.to_string());
-            rebuilt(&checkpoint, &to, change);
-            to
-        };
+        let mut with = copies(&checkpoint, dir.path());
         let (words, scales) = (format!("{matrix}.{codes}"), format!("{matrix}.{scale}"));
         // Missing: a scale, codes.
         fails(&with(&|t| drop(t.remove(&scales))), &[matrix]);
@@ -207,13 +212,7 @@ fn words_and_names_that_cannot_be_are_told_for_every_scheme() {
     for (name, matrix, codes, scale) in FOLDERS {
         let Some(checkpoint) = fixture(name) else { continue };
         let dir = tempfile::tempdir().unwrap();
-        let mut number = 0;
-        let mut with = |change: &dyn Fn(&mut Tensors)| -> PathBuf {
-            number += 1;
-            let to = dir.path().join(number.to_string());
-            rebuilt(&checkpoint, &to, change);
-            to
-        };
+        let mut with = copies(&checkpoint, dir.path());
         let tensors = load(&checkpoint);
         // Words without a value: in the codes, in the scales, in a scale of a whole matrix.
         for (suffix, illegal) in [

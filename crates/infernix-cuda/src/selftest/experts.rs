@@ -289,7 +289,7 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
                 distinct as f64 / sets as f64,
                 k.width
             );
-            let us = run.time(sets, |s| {
+            let launch = |s: usize| {
                 k.launch(
                     &run.stream,
                     &ls[s % layers].table,
@@ -300,19 +300,11 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
                     None,
                     true,
                 )
-            })?;
+            };
+            let us = run.time(sets, launch)?;
             let with = run.time(sets, |s| {
                 prepare(s, true)?;
-                k.launch(
-                    &run.stream,
-                    &ls[s % layers].table,
-                    jobs_of(s),
-                    act.ptr(),
-                    mid.ptr(),
-                    y.ptr(),
-                    None,
-                    true,
-                )
+                launch(s)
             })?;
             run.timed("w4a4", case.clone(), us, bytes);
             if *t == base {

@@ -609,17 +609,7 @@ mod tests {
         let wide =
             |x: &[u16]| -> Vec<f32> { x.iter().map(|v| f32::from_bits(u32::from(*v) << 16)).collect() };
         let rows = |units: &[u8], k: usize, x: &A4Row| -> Vec<i64> {
-            let groups = units.chunks_exact(k / 16 * UNIT);
-            let row = |units: &[u8], r: usize| {
-                let (mut codes, mut scales) = (Vec::new(), Vec::new());
-                for unit in units.chunks_exact(UNIT) {
-                    let nibble = |k: usize| (unit[k / 4 * 32 + r % 8 * 4 + k % 4] >> (r / 8 * 4)) & 15;
-                    codes.extend((0..8).map(|j| nibble(2 * j) | nibble(2 * j + 1) << 4));
-                    scales.push(unit[128 + r]);
-                }
-                w4a4::dot(&codes, &scales, x)
-            };
-            groups.flat_map(|g| (0..16).map(move |r| row(g, r)).collect::<Vec<_>>()).collect()
+            units.chunks_exact(k / 16 * UNIT).flat_map(|group| a4::oracle(group, x)).collect()
         };
         let (h, i) = (m.hidden, m.intermediate);
         let record = &bytes[expert * m.stride..][..m.record];

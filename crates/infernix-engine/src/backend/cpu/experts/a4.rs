@@ -32,9 +32,7 @@ impl A4 {
         }
         a
     }
-}
 
-impl A4 {
     /// A column of `k` values as the device quantises it: codes, then scale and correction of each block.
     pub(crate) fn from_words(words: &[AtomicU32], k: usize) -> Self {
         let load = |w: &AtomicU32| w.load(Ordering::Relaxed);
@@ -253,6 +251,20 @@ per_isa! {
     }
 }
 
+/// Sums of the 16 rows of a row group, each by itself, as `w4a4::dot` gives them.
+#[cfg(test)]
+pub(crate) fn oracle(units: &[u8], x: &w4a4::A4Row) -> [i64; 16] {
+    std::array::from_fn(|r| {
+        let (mut codes, mut scales) = (Vec::new(), Vec::new());
+        for unit in units.chunks_exact(UNIT) {
+            let nibble = |k: usize| (unit[k / 4 * 32 + r % 8 * 4 + k % 4] >> (r / 8 * 4)) & 15;
+            codes.extend((0..8).map(|j| nibble(2 * j) | nibble(2 * j + 1) << 4));
+            scales.push(unit[128 + r]);
+        }
+        w4a4::dot(&codes, &scales, x)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::super::linear::tests::Rng;
@@ -288,18 +300,6 @@ mod tests {
             }
         }
         u
-    }
-
-    fn oracle(units: &[u8], x: &w4a4::A4Row) -> [i64; 16] {
-        std::array::from_fn(|r| {
-            let (mut codes, mut scales) = (Vec::new(), Vec::new());
-            for unit in units.chunks_exact(UNIT) {
-                let nibble = |k: usize| (unit[k / 4 * 32 + r % 8 * 4 + k % 4] >> (r / 8 * 4)) & 15;
-                codes.extend((0..8).map(|j| nibble(2 * j) | nibble(2 * j + 1) << 4));
-                scales.push(unit[128 + r]);
-            }
-            w4a4::dot(&codes, &scales, x)
-        })
     }
 
     #[test]
