@@ -172,6 +172,7 @@ pub fn artifact(folder: &Path, data: &[u8]) {
             ngram: None,
             components: None,
             shard_bytes: 1 << 20,
+            bit_exact: false,
             resume: false,
         });
     }

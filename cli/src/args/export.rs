@@ -32,6 +32,9 @@ pub(crate) struct ExportArgs {
     /// Largest shard in bytes, or with K, M, G (10^3, 10^6, 10^9) [default: 5G for safetensors, one file for GGUF]
     #[arg(long, value_name = "BYTES")]
     pub(crate) shard_size: Option<String>,
+    /// Refuse where GGUF's conventions (1 + w of a norm, -exp(a) of A_log, in FP32) would round a word, instead of a warning
+    #[arg(long)]
+    pub(crate) bit_exact: bool,
     /// Plan only: print every file and its size, or why the artifact cannot be exported
     #[arg(long, short = 'n')]
     pub(crate) dry_run: bool,

@@ -32,12 +32,14 @@ pub(crate) fn run(args: &ExportArgs, progress: ProgressMode) -> anyhow::Result<O
         ngram: args.ngram.clone(),
         components: super::convert::components(&args.components)?,
         shard_bytes: args.shard_size.as_deref().map_or(Ok(default), size)?,
+        bit_exact: args.bit_exact,
         resume: args.resume,
     };
     let plan = infernix_convert::plan_export(&options)?;
     for (name, reason) in plan.left_out() {
         output::warn(&format!("{name}: {reason}"));
     }
+    plan.rounding().iter().for_each(|r| output::warn(&format!("{r}; --bit-exact refuses")));
     if args.dry_run {
         match args.json.json {
             true => output::print_json(&super::convert::with_version(plan.to_json()))?,

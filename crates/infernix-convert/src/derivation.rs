@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use infernix_artifact::{Artifact, Interrupt};
 use infernix_checkpoint::OpenOptions;
+use infernix_checkpoint::gguf::names::Values;
 use infernix_formats::expert_bank::ExpertMatrix;
 use infernix_formats::ggml::{GgmlType, quantize};
 use infernix_formats::{Encoded, Format};
@@ -99,7 +100,9 @@ impl Side {
             let described = describe(&artifact)?;
             return Ok(Self::Artifact(Box::new(artifact), described));
         }
-        let sources = Sources::open(&[SourceSpec::new("base", path)], &OpenOptions::default())?;
+        let mut specs = vec![SourceSpec::new("base", path)];
+        specs.extend(tower(path).map(|p| SourceSpec::new("vision", p)));
+        let sources = Sources::open(&specs, &OpenOptions::default())?;
         let described = Described::of(&sources)?;
         Ok(Self::Sources(Box::new(sources), described))
     }
@@ -169,6 +172,20 @@ impl Side {
             _ => Ok(None),
         }
     }
+}
+
+/// The image tower of a GGUF model: `mmproj-NAME` beside the file, as an export writes it, or the only one of the folder.
+fn tower(path: &Path) -> Option<PathBuf> {
+    if !path.is_dir() {
+        let name = path.file_name()?.to_str().filter(|n| n.ends_with(".gguf"))?;
+        return Some(path.with_file_name(format!("mmproj-{name}"))).filter(|p| p.is_file());
+    }
+    let is_tower = |p: &PathBuf| {
+        let name = p.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+        name.starts_with("mmproj") && name.ends_with(".gguf")
+    };
+    let mut found = std::fs::read_dir(path).ok()?.filter_map(|e| Some(e.ok()?.path())).filter(is_tower);
+    found.next().filter(|_| found.next().is_none())
 }
 
 fn describe(artifact: &Artifact) -> Result<Described, ConvertError> {
@@ -423,19 +440,36 @@ impl Matrix for Slice<'_> {
 /// Values compared per step.
 const STEP: u64 = 1 << 20;
 
-/// The roundings that a format has, by name.
-fn roundings(format: Format) -> Vec<(&'static str, Method)> {
-    match format {
-        f if f.group_spec().is_some() => vec![("absmax", Method::Absmax), ("mse", Method::Mse)],
-        Format::Fp8Row => vec![("row_maxabs", Method::RowMaxabs)],
-        Format::Bf16 | Format::Fp16 => vec![("nearest", Method::Cast)],
-        Format::Ggml(t) if quantize::is_stated(t) => vec![("ggml reference", Method::Cast)],
-        _ => Vec::new(),
-    }
+/// A rounding that is known.
+#[derive(Clone, Copy)]
+enum Rounding {
+    /// Of a format.
+    Method(Method),
+    /// What GGUF stores in FP32 instead of the values, and back.
+    Convention(Values),
+}
+
+/// The roundings that a format has, by name; `values`: what GGUF does to the parameter.
+fn roundings(format: Format, values: Values) -> Vec<(&'static str, Rounding)> {
+    let list: &[(&str, Method)] = match format {
+        f if f.group_spec().is_some() => &[("absmax", Method::Absmax), ("mse", Method::Mse)],
+        Format::Fp8Row => &[("row_maxabs", Method::RowMaxabs)],
+        Format::Bf16 | Format::Fp16 => &[("nearest", Method::Cast)],
+        Format::Ggml(t) if quantize::is_stated(t) => &[("ggml reference", Method::Cast)],
+        Format::Fp32 if values != Values::Same => {
+            return vec![(values.rounding(), Rounding::Convention(values))];
+        }
+        _ => &[],
+    };
+    list.iter().map(|(name, method)| (*name, Rounding::Method(*method))).collect()
 }
 
 /// What values a format's rounding makes of others.
-fn round(format: Format, method: Method, k: u64, values: &[f32]) -> Option<Vec<f32>> {
+fn round(format: Format, rounding: Rounding, k: u64, values: &[f32]) -> Option<Vec<f32>> {
+    let method = match rounding {
+        Rounding::Method(method) => method,
+        Rounding::Convention(c) => return Some(values.iter().map(|v| c.undo(c.apply(*v))).collect()),
+    };
     let mut out = vec![0f32; values.len()];
     match format {
         Format::Bf16 | Format::Fp16 => {
@@ -463,6 +497,7 @@ fn round(format: Format, method: Method, k: u64, values: &[f32]) -> Option<Vec<f
 
 fn compare(
     name: String,
+    values: Values,
     a: &dyn Matrix,
     b: &dyn Matrix,
     interrupt: &Interrupt,
@@ -481,7 +516,7 @@ fn compare(
     }
     let step = (STEP / k.max(1)).max(1);
     let (mut equal, mut squares, mut total) = (true, 0f64, 0f64);
-    let mut possible = roundings(format);
+    let mut possible = roundings(format, values);
     let (mut x, mut y) = (Vec::new(), Vec::new());
     let mut row = 0;
     while row < a.rows() {
@@ -494,7 +529,7 @@ fn compare(
         // Numbers, not bits: a zero's sign has no meaning across formats.
         if x != y {
             equal = false;
-            possible.retain(|(_, method)| round(format, *method, k, &y).is_some_and(|r| r == x));
+            possible.retain(|(_, rounding)| round(format, *rounding, k, &y).is_some_and(|r| r == x));
         }
         for (x, y) in x.iter().zip(&y) {
             squares += f64::from(x - y).powi(2);
@@ -549,9 +584,12 @@ pub fn derivation(
             });
             continue;
         }
-        if matches!(p.source, Source::Tensor { .. }) {
+        if let Source::Tensor { name: source, .. } = &p.source {
+            let values = Values::of_source(source);
             match (a.matrix(p)?, b.matrix(q)?) {
-                (Some(x), Some(y)) => report.parameters.push(compare(name.clone(), &*x, &*y, interrupt)?),
+                (Some(x), Some(y)) => {
+                    report.parameters.push(compare(name.clone(), values, &*x, &*y, interrupt)?);
+                }
                 (None, _) => report.only_second.push(name.clone()),
                 (_, None) => report.only_first.push(name.clone()),
             }
@@ -586,7 +624,7 @@ fn experts(
     for e in 0..p.shape[0] {
         for m in ExpertMatrix::ALL {
             let (Some(x), Some(y)) = (a.expert(p, e, m)?, b.expert(q, e, m)?) else { continue };
-            let one = compare(format!("{}[{e}] {}", p.name, m.name()), &*x, &*y, interrupt)?;
+            let one = compare(format!("{}[{e}] {}", p.name, m.name()), Values::Same, &*x, &*y, interrupt)?;
             match &mut merged {
                 None => merged = Some(Derived { name: p.name.clone(), ..one }),
                 Some(all) if all.relation == one.relation => {

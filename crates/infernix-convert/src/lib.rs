@@ -36,7 +36,7 @@ pub use build::plan;
 pub use derivation::{DerivationReport, Derived, Relation, derivation};
 pub use error::ConvertError;
 pub use exec::{Outcome, RunOptions, convert};
-pub use export::{ExportOptions, ExportOutcome, ExportPlan, ExportTarget, export, plan_export};
+pub use export::{ExportOptions, ExportOutcome, ExportPlan, ExportTarget, Rounded, export, plan_export};
 pub use ngram::{NgramPlan, RowFormat};
 pub use plan::{ClassSummary, ConvertOptions, Ignored, NgramTarget, Plan, PlanFile, PlannedObject, Proof};
 pub use progress::{Progress, Silent};

@@ -1,5 +1,6 @@
 //! Words of an artifact's formats as GGML blocks, without changing a value.
 
+use infernix_checkpoint::Dtype;
 use infernix_checkpoint::gguf::names::{TiledHeads, Values};
 use infernix_formats::ggml::GgmlType;
 use infernix_formats::scalar::{bf16_to_f32, f16_to_f32};
@@ -9,6 +10,7 @@ use super::gguf::Stored;
 use super::read::Reader;
 use super::weights::Weight;
 use crate::ConvertError;
+use crate::fill::floats;
 
 /// How words become those of a GGUF type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,15 +123,10 @@ impl Planes {
 
     fn encode(&self, encode: Encode, rows: u64, k: u64, values: Values, out: &mut Vec<u8>) {
         let (rows, k) = (rows as usize, k as usize);
-        let value = |v: f32| match values {
-            Values::Same => v,
-            Values::OnePlus => 1.0 + v,
-            Values::NegativeExp => -f64::from(v).exp() as f32,
-        };
         match encode {
             Encode::Copy(GgmlType::F32) if values != Values::Same => {
                 for w in self.codes.as_chunks::<4>().0 {
-                    out.extend(value(f32::from_le_bytes(*w)).to_le_bytes());
+                    out.extend(values.apply(f32::from_le_bytes(*w)).to_le_bytes());
                 }
             }
             Encode::Copy(_) => out.extend_from_slice(&self.codes),
@@ -137,7 +134,7 @@ impl Planes {
                 for w in self.codes.as_chunks::<2>().0 {
                     let word = u16::from_le_bytes(*w);
                     let v = if format == Format::Bf16 { bf16_to_f32(word) } else { f16_to_f32(word) };
-                    out.extend(value(v).to_le_bytes());
+                    out.extend(values.apply(v).to_le_bytes());
                 }
             }
             Encode::Nvfp4 => {
@@ -290,6 +287,19 @@ impl Stored {
         }
         Ok(())
     }
+}
+
+/// Words of a weight that its convention rounds: they do not come back.
+pub(super) fn rounded(reader: &Reader<'_>, weight: &Weight, values: Values) -> Result<u64, ConvertError> {
+    let k = reader.row_len(weight)?;
+    let dtype = match weight.format {
+        Format::Bf16 => Dtype::Bf16,
+        Format::Fp16 => Dtype::F16,
+        _ => Dtype::F32,
+    };
+    let mut words = Vec::new();
+    reader.rows(weight, PlaneRole::Codes, 0..weight.elements() / k.max(1), &mut words)?;
+    Ok(floats(dtype, &words).into_iter().filter(|v| !values.keeps(*v)).count() as u64)
 }
 
 /// Blocks that kept their file's order of columns are in GGUF's order already, if it is the same one.

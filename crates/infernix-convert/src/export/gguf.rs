@@ -13,8 +13,9 @@ use infernix_formats::ggml::GgmlType;
 use infernix_model::{Component, ModelConfig};
 
 use super::blocks::{Encode, encoder};
+use super::read::Reader;
 use super::weights::{Described, Experts, Item, Weight, Weights};
-use super::{Content, OutFile, OutTensor, OutType, Setting, keys};
+use super::{Content, OutFile, OutTensor, OutType, Rounded, Setting, keys};
 use crate::ConvertError;
 
 /// Source prefix that the weights have been named with.
@@ -51,6 +52,7 @@ struct Builder<'a> {
     used: std::collections::BTreeSet<String>,
     tensors: Vec<OutTensor>,
     refused: Vec<String>,
+    rounded: Vec<Rounded>,
 }
 
 /// What the conventions depend on.
@@ -72,11 +74,14 @@ fn geometry(config: &ModelConfig, drafter: bool) -> Geometry {
     }
 }
 
-/// All files of the model: its parts, and the image tower in a file of its own.
+/// All files of the model: its parts, and the image tower in a file of its own; and what its conventions round.
 ///
 /// # Errors
 /// What GGUF cannot hold, with the reasons.
-pub(super) fn files(setting: &Setting<'_>, weights: &Weights) -> Result<Vec<OutFile>, ConvertError> {
+pub(super) fn files(
+    setting: &Setting<'_>,
+    weights: &Weights,
+) -> Result<(Vec<OutFile>, Vec<Rounded>), ConvertError> {
     let Described::Model(config) = setting.described else {
         return Err(setting.fail("a block drafter has no GGUF architecture; use --to safetensors"));
     };
@@ -90,6 +95,7 @@ pub(super) fn files(setting: &Setting<'_>, weights: &Weights) -> Result<Vec<OutF
         used: Default::default(),
         tensors: Vec::new(),
         refused: Vec::new(),
+        rounded: Vec::new(),
     };
     for item in &weights.list {
         match item {
@@ -126,7 +132,7 @@ pub(super) fn files(setting: &Setting<'_>, weights: &Weights) -> Result<Vec<OutF
         out.push(file(name, &pairs, tower));
     }
     out.extend(parts(setting, keys::model(setting, config, &b.geometry)?, text)?);
-    Ok(out)
+    Ok((out, b.rounded))
 }
 
 impl Builder<'_> {
@@ -267,6 +273,15 @@ impl Builder<'_> {
             return Ok(());
         }
         let rows = crate::plan::view_rows(&shape).0;
+        if rule.values != Values::Same {
+            let interrupt = infernix_artifact::Interrupt::default();
+            let reader = Reader::new(self.setting.artifact, None, &interrupt);
+            let words = super::blocks::rounded(&reader, &weight, rule.values)?;
+            if words > 0 {
+                let (name, of) = (name.clone(), weight.elements());
+                self.rounded.push(Rounded { name, words, of, rounding: rule.values.rounding() });
+            }
+        }
         let base = name.strip_suffix(".weight").unwrap_or(&name).to_owned();
         let stored = Stored::Rows { weight: weight.clone(), first, rows, heads, values: rule.values, encode };
         self.push(name, encode.ty(), shape, stored);

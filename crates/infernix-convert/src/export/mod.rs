@@ -1,7 +1,8 @@
 //! `export`: an artifact back to files that other engines read, safetensors folders and GGUF models.
 //!
-//! Words are kept or the export is refused with the reason: nothing is rounded. The two exceptions are what GGUF stores
-//! by convention, 1 + w of a norm and -exp(a) of A_log, in FP32 as llama.cpp's converter computes them.
+//! Words are kept or the export is refused with the reason. The two exceptions are what GGUF stores by convention, 1 + w
+//! of a norm and -exp(a) of A_log, in FP32 as llama.cpp's converter computes them: where FP32 does not hold the result,
+//! the plan names the tensors, or refuses if that was asked for.
 
 mod blocks;
 mod gguf;
@@ -65,8 +66,23 @@ pub struct ExportOptions {
     pub components: Option<Vec<Component>>,
     /// Largest data of a shard; one tensor may be larger.
     pub shard_bytes: u64,
+    /// Refuse rather than round by the target's conventions.
+    pub bit_exact: bool,
     /// Continue from the state of an interrupted run.
     pub resume: bool,
+}
+
+/// A tensor of which the target's convention rounds words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rounded {
+    /// Name in the target.
+    pub name: String,
+    /// Words that do not come back.
+    pub words: u64,
+    /// Words of the tensor.
+    pub of: u64,
+    /// The rounding, as a derivation names it.
+    pub rounding: &'static str,
 }
 
 /// A file that an export writes.
@@ -245,6 +261,7 @@ pub struct ExportPlan {
     components: Vec<Component>,
     files: Vec<OutFile>,
     left_out: Vec<(String, String)>,
+    rounded: Vec<Rounded>,
 }
 
 impl ExportPlan {
@@ -271,10 +288,36 @@ impl ExportPlan {
         &self.left_out
     }
 
+    /// Tensors of which the target's conventions round words.
+    #[must_use]
+    pub fn rounded(&self) -> &[Rounded] {
+        &self.rounded
+    }
+
+    /// [`Self::rounded`] in a sentence: how many tensors, and the first.
+    #[must_use]
+    pub fn rounding(&self) -> Option<String> {
+        let first = self.rounded.first()?;
+        Some(format!(
+            "{} of {} tensors are rounded by GGUF's convention, the first is {}: {} does not hold {} of its {} words",
+            self.rounded.len(),
+            self.tensors(),
+            first.name,
+            first.rounding,
+            first.words,
+            first.of
+        ))
+    }
+
     /// The document of `--dry-run --json`, without `schema_version`.
     #[must_use]
     pub fn to_json(&self) -> Value {
         let files: Vec<_> = self.files().map(|(path, bytes)| json!({"path": path, "bytes": bytes})).collect();
+        let rounded: Vec<_> = self
+            .rounded
+            .iter()
+            .map(|r| json!({"name": r.name, "words": r.words, "of": r.of, "rounding": r.rounding}))
+            .collect();
         let left_out: Vec<_> =
             self.left_out.iter().map(|(name, reason)| json!({"name": name, "reason": reason})).collect();
         json!({
@@ -282,6 +325,7 @@ impl ExportPlan {
             "output": self.options.output.display().to_string(),
             "components": self.components.iter().map(|c| c.name()).collect::<Vec<_>>(),
             "files": files, "bytes": self.bytes(), "tensors": self.tensors(), "left_out": left_out,
+            "rounded": rounded,
         })
     }
 }
@@ -368,11 +412,16 @@ pub fn plan_export(options: &ExportOptions) -> Result<ExportPlan, ConvertError> 
         output: &options.output,
         shard_bytes: options.shard_bytes.max(1),
     };
-    let files = match options.target {
-        ExportTarget::Safetensors => hf::files(&setting, &weights)?,
+    let (files, rounded) = match options.target {
+        ExportTarget::Safetensors => (hf::files(&setting, &weights)?, Vec::new()),
         ExportTarget::Gguf => gguf::files(&setting, &weights)?,
     };
-    Ok(ExportPlan { options: options.clone(), artifact, volume, components, files, left_out })
+    let plan =
+        ExportPlan { options: options.clone(), artifact, volume, components, files, left_out, rounded };
+    match plan.rounding().filter(|_| options.bit_exact) {
+        Some(reason) => Err(fail(reason)),
+        None => Ok(plan),
+    }
 }
 
 /// The model that an artifact says it is.

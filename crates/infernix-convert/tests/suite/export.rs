@@ -4,8 +4,8 @@ use crate::common::{converted, demo, fixture, options, run};
 use infernix_artifact::{ArtifactError, Faults, Interrupt};
 use infernix_checkpoint::Gguf;
 use infernix_convert::{
-    ConvertError, ExportOptions, ExportTarget, RunOptions, Silent, VerifyOptions, derivation, export,
-    plan_export, verify,
+    ConvertError, ExportOptions, ExportTarget, Relation::SameValues, RunOptions, Silent, VerifyOptions,
+    derivation, export, plan_export, verify,
 };
 use infernix_model::Component;
 use std::collections::BTreeMap;
@@ -21,6 +21,7 @@ fn to(artifact: &Path, target: ExportTarget, output: &Path) -> ExportOptions {
         ngram: None,
         components: None,
         shard_bytes: u64::MAX,
+        bit_exact: false,
         resume: false,
     }
 }
@@ -176,27 +177,58 @@ fn checkpoints_keep_every_value_as_gguf() {
         let file = dir.path().join("back.gguf");
         let mut o = to(&first, ExportTarget::Gguf, &file);
         o.components = Some(vec![Component::Text, Component::Vision, Component::Mtp]);
-        let outcome = exported(&o).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let plan = plan_export(&o).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let outcome = export(&plan, &Silent, &run()).unwrap_or_else(|e| panic!("{name}: {e}"));
         // The image tower lies in a file of its own.
         assert_eq!(outcome.files.len(), 2);
+        // The GGUF model itself, its tower beside it, and what it is converted to again.
+        let direct = derivation(&file, &first, &Silent, &Interrupt::default()).unwrap();
+        assert!(direct.derived && direct.only_second.is_empty(), "{name}: {direct:#?}");
         let mut o = options(&file, "auto", &dir.path().join("b.infernix"));
         o.sources.push(infernix_convert::SourceSpec::new("vision", dir.path().join("mmproj-back.gguf")));
         converted(&o).unwrap_or_else(|e| panic!("{name}: {e}"));
         let report = derivation(&o.output, &first, &Silent, &Interrupt::default())
             .unwrap_or_else(|e| panic!("{name}: {e}"));
-        let differs: Vec<_> = report
-            .parameters
-            .iter()
-            .filter(|p| {
-                use infernix_convert::Relation::{Identical, SameValues};
-                // 1 + w of a norm weight below 2^-16 is the same F32 number as 1 + a neighbour's.
-                !matches!(p.relation, Identical | SameValues)
-                    && (!p.name.contains("norm") || p.rel_error > 1e-6)
-            })
-            .collect();
-        assert!(differs.is_empty(), "{name}: {differs:#?}");
-        assert!(report.only_first.is_empty() && report.only_second.is_empty(), "{name}: {report:?}");
+        // What the plan says is rounded, and nothing else, is told apart.
+        for report in [&direct, &report] {
+            let rounded: Vec<_> = report.parameters.iter().filter(|p| p.relation > SameValues).collect();
+            assert!(!rounded.is_empty() && rounded.len() == plan.rounded().len(), "{name}: {rounded:#?}");
+            assert!(rounded.iter().all(|p| p.rounding.as_deref() == Some("1 + w in FP32")), "{rounded:#?}");
+        }
+        assert!(
+            report.derived && report.only_first.is_empty() && report.only_second.is_empty(),
+            "{name}: {report:?}"
+        );
     }
+}
+
+/// FP32 does not hold 1 + w of every norm weight w: which tensors lose words is said, and refused if asked.
+#[test]
+fn what_a_convention_rounds_is_named_or_refused() {
+    let Some(checkpoint) = fixture("dense-demo-bf16") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (first, _) = artifact(dir.path(), &checkpoint, "auto");
+    let mut o = to(&first, ExportTarget::Gguf, &dir.path().join("back.gguf"));
+    let plan = plan_export(&o).unwrap();
+    let said = plan.rounding().expect("a warning");
+    let one = &plan.rounded()[0];
+    assert!(one.words > 0 && one.words < one.of && one.rounding == "1 + w in FP32", "{one:?}");
+    for word in [&one.name, one.rounding, &one.words.to_string(), &plan.rounded().len().to_string()] {
+        assert!(said.contains(word), "{word} in {said}");
+    }
+    assert_eq!(plan.to_json()["rounded"][0]["name"], one.name.as_str());
+    o.bit_exact = true;
+    assert!(plan_export(&o).unwrap_err().to_string().contains(&said));
+    // Weights that came from GGUF go back word for word, and safetensors has no such convention.
+    o.target = ExportTarget::Safetensors;
+    assert!(plan_export(&o).unwrap().rounded().is_empty());
+    let Some(checkpoint) = fixture("dense-demo-gguf") else { return };
+    let again = dir.path().join("gguf");
+    std::fs::create_dir(&again).unwrap();
+    let (first, _) = artifact(&again, &checkpoint, "auto");
+    let mut o = to(&first, ExportTarget::Gguf, &again.join("back.gguf"));
+    o.bit_exact = true;
+    plan_export(&o).unwrap();
 }
 
 /// NVFP4 with its second scale goes to GGUF blocks and comes back as the same planes, multipliers and activation scales.

@@ -409,6 +409,7 @@ fn a_full_disk_is_seen_for_every_kind_and_for_exports() {
         ngram: None,
         components: None,
         shard_bytes: u64::MAX,
+        bit_exact: false,
         resume: false,
     };
     let error = export(&plan_export(&o).unwrap(), &Silent, &run()).unwrap_err();

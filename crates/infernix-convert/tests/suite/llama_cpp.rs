@@ -169,6 +169,7 @@ fn exported(checkpoint: &Path, folder: &Path, components: Option<Vec<Component>>
         ngram: None,
         components,
         shard_bytes: u64::MAX,
+        bit_exact: false,
         resume: false,
     };
     let plan = plan_export(&o).unwrap();

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use infernix_formats::scalar;
 
-use super::table::Values;
+use super::table::{RULES, Scope, Values};
 
 /// A permutation of the value heads along one axis. Heads are moved whole, so rows of any type can be carried without
 /// decoding; columns only where a head is whole blocks ([`TiledHeads::moves_blocks_of`]).
@@ -128,11 +128,59 @@ impl Piece {
                 _ => i as u64,
             };
             let Some(&v) = stored.get((first + at) as usize) else { break };
-            *o = match self.values {
-                Values::Same => v,
-                Values::OnePlus => v - 1.0,
-                Values::NegativeExp => log_decay(v),
+            *o = self.values.undo(v);
+        }
+    }
+}
+
+impl Values {
+    /// What is stored for a source's value, in F32 as llama.cpp's converter computes it.
+    pub fn apply(self, v: f32) -> f32 {
+        match self {
+            Values::Same => v,
+            Values::OnePlus => 1.0 + v,
+            Values::NegativeExp => -f64::from(v).exp() as f32,
+        }
+    }
+
+    /// The source's value of what is stored, rounded once to F32.
+    pub fn undo(self, v: f32) -> f32 {
+        match self {
+            Values::Same => v,
+            Values::OnePlus => v - 1.0,
+            Values::NegativeExp => log_decay(v),
+        }
+    }
+
+    /// Whether a value comes back from what is stored for it. The sign of a zero does not count.
+    pub fn keeps(self, v: f32) -> bool {
+        self.undo(self.apply(v)) == v
+    }
+
+    /// What is done to the values of the tensor of this full source name, by [`RULES`].
+    pub fn of_source(name: &str) -> Self {
+        let inner = ["model.language_model.", "model."].iter().find_map(|p| name.strip_prefix(p));
+        let drafter = name.strip_prefix("mtp.");
+        // Behind `layers.N.` of either.
+        let block = inner.or(drafter).and_then(|n| n.strip_prefix("layers.")?.split_once('.')).map(|n| n.1);
+        let rule = RULES.iter().find(|r| {
+            let own = match r.scope {
+                Scope::Root => Some(name),
+                Scope::Model => inner,
+                Scope::Block | Scope::Table => block,
+                Scope::Drafter => drafter,
             };
+            own == Some(r.source)
+        });
+        rule.map_or(Values::Same, |r| r.values)
+    }
+
+    /// The rounding in words; empty where nothing is done.
+    pub fn rounding(self) -> &'static str {
+        match self {
+            Values::Same => "",
+            Values::OnePlus => "1 + w in FP32",
+            Values::NegativeExp => "-exp(a) in FP32",
         }
     }
 }
@@ -192,6 +240,19 @@ mod tests {
             ..piece
         };
         assert_eq!((key.source_row(0), key.source_row(1)), (4, 5));
+    }
+
+    #[test]
+    fn conventions_follow_from_the_source_name_and_say_what_they_keep() {
+        let of = Values::of_source;
+        assert_eq!(of("model.language_model.layers.3.input_layernorm.weight"), Values::OnePlus);
+        assert_eq!(of("model.language_model.norm.weight"), Values::OnePlus);
+        assert_eq!(of("mtp.pre_fc_norm_hidden.weight"), Values::OnePlus);
+        assert_eq!(of("model.language_model.layers.0.linear_attn.norm.weight"), Values::Same);
+        assert_eq!(of("model.language_model.layers.0.linear_attn.A_log"), Values::NegativeExp);
+        assert_eq!(of("model.visual.merger.norm.weight"), Values::Same);
+        assert!(Values::OnePlus.keeps(-0.25) && Values::OnePlus.keeps(-0.0) && !Values::OnePlus.keeps(1e-9));
+        assert!(Values::NegativeExp.keeps(1.5) && !Values::NegativeExp.keeps(1e-9));
     }
 
     #[test]
