@@ -327,7 +327,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "raw", "system"])]
     pub(crate) messages: Option<PathBuf>,
     /// System message
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     pub(crate) system: Option<String>,
     /// Answer without a reasoning part
     #[arg(long)]

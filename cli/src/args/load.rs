@@ -96,13 +96,19 @@ pub(crate) struct BenchServeArgs {
     #[arg(long, value_name = "SHAPE", default_value_t = 1.0)]
     pub(crate) burstiness: f64,
     /// Let the rate grow over the run, from --ramp-up-start-rps to --ramp-up-end-rps
-    #[arg(long, value_enum, requires = "ramp_up_start_rps", requires = "ramp_up_end_rps")]
+    #[arg(
+        long,
+        value_enum,
+        requires = "ramp_up_start_rps",
+        requires = "ramp_up_end_rps",
+        conflicts_with = "request_rate"
+    )]
     pub(crate) ramp_up_strategy: Option<Ramp>,
     /// First rate of a ramp
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", requires = "ramp_up_strategy")]
     pub(crate) ramp_up_start_rps: Option<f64>,
     /// Last rate of a ramp
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", requires = "ramp_up_strategy")]
     pub(crate) ramp_up_end_rps: Option<f64>,
     /// Most requests in flight
     #[arg(long, value_name = "N")]
@@ -223,7 +229,7 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "NAME=URL|COMMAND", num_args = 1..)]
     pub(crate) arms: Vec<String>,
     /// Seeds: 42 and up
-    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seed_list")]
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seed_list", value_parser = clap::value_parser!(u64).range(1..=1000))]
     pub(crate) seeds: u64,
     /// Seeds, explicitly
     #[arg(long, value_name = "SEED", value_delimiter = ',')]

@@ -7,7 +7,7 @@ use super::model::{BackendKind, How, OpenModel};
 use crate::args::{BenchArgs, BenchOutput, ProgressMode};
 use crate::output::{self, usage};
 use crate::{INTERRUPTED, Outcome};
-use anyhow::bail;
+use anyhow::{Context as _, bail};
 use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
 use infernix_engine::backend::cuda::{Cuda, CudaOptions, Routing};
 use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
@@ -39,6 +39,16 @@ pub(crate) fn run(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Ou
     let tests = tests(args)?;
     let clock = Instant::now();
     let found = find(args, progress)?;
+    if let Some(open) = &found.open {
+        let limit = super::run::context_limit(open)?;
+        if let Some(t) = tests.iter().find(|t| t.room() > limit) {
+            return Err(usage(format!(
+                "{}: {} tokens; the model's context holds {limit}",
+                t.label(),
+                t.room()
+            )));
+        }
+    }
     let options = LoadOptions { activations: found.activations, ..LoadOptions::default() };
     let cpu = CpuOptions { threads: found.threads, threads_batch: found.threads_batch, isa: None };
     let started = |s: &dyn WeightSource| -> anyhow::Result<Subject> { subject(args, &found, s, &cpu) };
@@ -175,6 +185,19 @@ fn report(
     Ok(Outcome::Done)
 }
 
+/// The report, and then what ended the tests too early.
+fn finish(
+    failure: Option<anyhow::Error>,
+    measured: &[Measured],
+    report: impl FnOnce() -> anyhow::Result<Outcome>,
+) -> anyhow::Result<Outcome> {
+    match failure {
+        None => report(),
+        Some(e) if measured.is_empty() => Err(e),
+        Some(e) => report().and(Err(e)),
+    }
+}
+
 fn settings(args: &BenchArgs) -> Settings {
     Settings {
         repetitions: args.repetitions,
@@ -260,18 +283,19 @@ fn synthetic_format(name: &str) -> anyhow::Result<Format> {
     })
 }
 
-/// The format that holds the most bytes.
+/// The format that holds the most parameters.
 fn dominant_format(source: &dyn WeightSource) -> anyhow::Result<String> {
-    let mut bytes = std::collections::BTreeMap::<String, usize>::new();
+    let mut parameters = std::collections::BTreeMap::<String, u64>::new();
     for name in source.names().iter().filter(|n| n.starts_with("text/")) {
         if name.ends_with("ngram_table") {
             continue;
         }
         for part in source.weight(name)?.parts {
-            *bytes.entry(part.format.to_string()).or_default() += (*part.bytes).as_ref().len();
+            let values = (part.rows.end - part.rows.start) * part.shape.last().copied().unwrap_or(1);
+            *parameters.entry(part.format.to_string()).or_default() += values;
         }
     }
-    Ok(bytes.into_iter().max_by_key(|b| b.1).map_or_else(String::new, |b| b.0))
+    Ok(parameters.into_iter().max_by_key(|p| p.1).map_or_else(String::new, |p| p.0))
 }
 
 fn subject(
@@ -410,14 +434,29 @@ impl Run<'_> {
         let mut measured: Vec<Measured> = Vec::new();
         let mut breakdowns = Vec::new();
         let mut clocks = Vec::new();
+        let once = |driver: &mut Driver<B>, test, settings| -> anyhow::Result<Measured> {
+            measure(driver, test, settings, &go_on)?.context("interrupted")
+        };
+        // What was measured before a failure is printed all the same.
+        let mut failure = None;
         for test in &self.tests {
-            let Some(m) = measure(driver, *test, settings, &go_on)? else { bail!("interrupted") };
+            let m = match once(driver, *test, settings) {
+                Ok(m) => m,
+                Err(e) => {
+                    failure = Some(e);
+                    break;
+                }
+            };
             costs(driver);
             if self.args.breakdown {
                 // A run of its own, so that neither warm-up nor depth is in it.
                 let one = Settings { repetitions: 1, warm_up: false, ..settings };
-                let Some(single) = measure(driver, Test { depth: 0, ..*test }, one, &go_on)? else {
-                    bail!("interrupted")
+                let single = match once(driver, Test { depth: 0, ..*test }, one) {
+                    Ok(m) => m,
+                    Err(e) => {
+                        failure = Some(e);
+                        break;
+                    }
                 };
                 let seconds = single.time().mean / 1e9;
                 breakdowns.push(Breakdown { test: single.test.label(), seconds, operations: costs(driver) });
@@ -433,8 +472,10 @@ impl Run<'_> {
         }
         self.subject.read_limit =
             reader.as_mut().map(|r| r.read(LIMIT_PASSES)).or(limit).or(self.subject.read_limit);
-        self.device = about(driver)?;
-        report(self.args, &self.subject, settings, &measured, &breakdowns, self.device.as_ref())
+        finish(failure, &measured, || {
+            self.device = about(driver)?;
+            report(self.args, &self.subject, settings, &measured, &breakdowns, self.device.as_ref())
+        })
     }
 }
 

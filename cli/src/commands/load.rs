@@ -1,6 +1,6 @@
 //! `infernix bench serve` and `bench context`: load on a server.
 
-use crate::args::{BenchContextArgs, BenchServeArgs, DatasetKind, Ramp, Route, ServerArgs};
+use crate::args::{BenchContextArgs, BenchServeArgs, DatasetKind, ProgressMode, Ramp, Route, ServerArgs};
 use crate::output::{self, usage};
 use crate::{INTERRUPTED, Outcome};
 use anyhow::Context as _;
@@ -28,10 +28,11 @@ fn connect(args: &ServerArgs) -> anyhow::Result<Endpoint> {
     Ok(Endpoint::connect(&args.url, api_key(args.api_key_file.as_deref())?, args.model_name.clone())?)
 }
 
-pub(crate) fn serve(args: &BenchServeArgs) -> anyhow::Result<Outcome> {
+pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     let load = plan(args)?;
     let dataset = dataset(args)?;
     let goals = args.goodput.iter().map(|g| goal(g)).collect::<anyhow::Result<Vec<_>>>()?;
+    let metadata = args.metadata.iter().map(|m| fact(m)).collect::<anyhow::Result<Vec<_>>>()?;
     let endpoint = connect(&args.server)?;
     let none = Calibration { overhead: 0.0, per_word: 1.0 };
     let calibration = if dataset.needs_calibration() {
@@ -44,17 +45,17 @@ pub(crate) fn serve(args: &BenchServeArgs) -> anyhow::Result<Outcome> {
     let started = now();
     let done = AtomicUsize::new(0);
     let total = items.len();
-    let progress = |x: &Exchange| {
+    let heard = |x: &Exchange| {
         let n = done.fetch_add(1, Ordering::Relaxed) + 1;
         if let Some(f) = &x.failure {
             output::warn(&format!("request failed: {f}"));
         }
         // Ten lines are enough for any run.
-        if n % total.div_ceil(10) == 0 || n == total {
+        if progress != ProgressMode::None && (n % total.div_ceil(10) == 0 || n == total) {
             output::note(&format!("{n} of {total} requests done"));
         }
     };
-    let exchanges = load::run(&endpoint, &load, &items, &INTERRUPTED, &progress)?;
+    let exchanges = load::run(&endpoint, &load, &items, &INTERRUPTED, &heard)?;
     let summary = Summary::of(&exchanges, &goals, &args.metric_percentiles);
     let mut doc = json!({
         "schema_version": 1,
@@ -70,6 +71,9 @@ pub(crate) fn serve(args: &BenchServeArgs) -> anyhow::Result<Outcome> {
         "dataset": described(args),
         "num_prompts": items.len(),
         "request_rate": if args.request_rate.is_finite() { json!(args.request_rate) } else { json!("inf") },
+        "ramp_up_strategy": args.ramp_up_strategy.map(|r| if r == Ramp::Linear { "linear" } else { "exponential" }),
+        "ramp_up_start_rps": args.ramp_up_start_rps,
+        "ramp_up_end_rps": args.ramp_up_end_rps,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
         "seed": args.seed,
@@ -83,16 +87,16 @@ pub(crate) fn serve(args: &BenchServeArgs) -> anyhow::Result<Outcome> {
             doc[key] = value;
         }
     }
-    for pair in &args.metadata {
-        let (key, value) =
-            pair.split_once('=').ok_or_else(|| usage(format!("--metadata takes KEY=VALUE, not {pair:?}")))?;
-        if doc.get(key).is_some() {
-            return Err(usage(format!("--metadata {key}: the result has this key already")));
-        }
-        doc[key] = json!(value);
-    }
     if args.save_detailed {
         detail(&exchanges, &mut doc);
+    }
+    for (key, value) in metadata {
+        // The figures of a long run are worth more than a fact about it.
+        if doc.get(key).is_some() {
+            output::warn(&format!("--metadata {key}: the result has this key already; left out"));
+        } else {
+            doc[key] = json!(value);
+        }
     }
     // Printed first: a disk that is full must not cost the result of a long run.
     if args.json.json {
@@ -121,14 +125,15 @@ fn detail(exchanges: &[Exchange], doc: &mut Value) {
 }
 
 fn plan(args: &BenchServeArgs) -> anyhow::Result<Load> {
-    let positive =
-        |name: &str, v: f64| if v > 0.0 { Ok(v) } else { Err(usage(format!("{name} must be above 0"))) };
+    let positive = |name: &str, v: f64| {
+        if v > 0.0 && v.is_finite() { Ok(v) } else { Err(usage(format!("{name} must be a number above 0"))) }
+    };
     let rate = match (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps) {
         (Some(ramp), Some(a), Some(b)) => {
             let (a, b) = (positive("--ramp-up-start-rps", a)?, positive("--ramp-up-end-rps", b)?);
             if ramp == Ramp::Linear { Rate::Linear(a, b) } else { Rate::Exponential(a, b) }
         }
-        _ if args.request_rate.is_infinite() => Rate::Unlimited,
+        _ if args.request_rate == f64::INFINITY => Rate::Unlimited,
         _ => Rate::Constant(positive("--request-rate", args.request_rate)?),
     };
     let mut extra: Value = match &args.extra_body {
@@ -142,10 +147,13 @@ fn plan(args: &BenchServeArgs) -> anyhow::Result<Load> {
         extra["ignore_eos"] = json!(true);
     }
     if let Some(t) = args.temperature {
+        if !(0.0..=100.0).contains(&t) {
+            return Err(usage("--temperature must lie in 0..=100"));
+        }
         extra["temperature"] = json!(t);
     }
-    if args.num_prompts == 0 {
-        return Err(usage("--num-prompts must be above 0"));
+    if args.num_prompts == 0 || args.num_prefixes == 0 || args.max_concurrency == Some(0) {
+        return Err(usage("--num-prompts, --num-prefixes and --max-concurrency must be above 0"));
     }
     if !(0.0..1.0).contains(&args.range_ratio) {
         return Err(usage("--range-ratio must be at least 0 and below 1"));
@@ -176,7 +184,7 @@ fn dataset(args: &BenchServeArgs) -> anyhow::Result<Dataset> {
     Ok(match args.dataset_name {
         DatasetKind::Random => Dataset::Random { input: args.input_len, output, spread: args.range_ratio },
         DatasetKind::SharedPrefix => Dataset::SharedPrefix {
-            groups: args.num_prefixes.max(1),
+            groups: args.num_prefixes,
             prefix: args.prefix_len,
             suffix: args.suffix_len,
             output,
@@ -196,7 +204,7 @@ fn described(args: &BenchServeArgs) -> Value {
             "range_ratio": args.range_ratio,
         }),
         DatasetKind::SharedPrefix => json!({
-            "name": "shared-prefix", "num_prefixes": args.num_prefixes.max(1), "prefix_len": args.prefix_len,
+            "name": "shared-prefix", "num_prefixes": args.num_prefixes, "prefix_len": args.prefix_len,
             "suffix_len": args.suffix_len, "output_len": args.output_len.unwrap_or(128),
         }),
         DatasetKind::Sharegpt => json!({ "name": "sharegpt", "file": file, "output_len": args.output_len }),
@@ -210,7 +218,13 @@ fn goal(text: &str) -> anyhow::Result<Goal> {
     if !["ttft", "tpot", "e2el"].contains(&metric) {
         return Err(wrong());
     }
-    Ok(Goal { metric: metric.into(), milliseconds: limit.parse().map_err(|_| wrong())? })
+    let milliseconds = limit.parse().ok().filter(|ms: &f64| *ms > 0.0 && ms.is_finite()).ok_or_else(wrong)?;
+    Ok(Goal { metric: metric.into(), milliseconds })
+}
+
+fn fact(text: &str) -> anyhow::Result<(&str, &str)> {
+    let pair = text.split_once('=').filter(|p| !p.0.is_empty());
+    pair.ok_or_else(|| usage(format!("--metadata takes KEY=VALUE, not {text:?}")))
 }
 
 pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
@@ -229,17 +243,24 @@ pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
             "the server holds {limit} tokens, {longest} are asked for; shorten --lengths"
         )));
     }
-    let progress = |r: &context::ContextRow| {
+    let mut rows = Vec::new();
+    let mut each = |r: context::ContextRow| {
         output::note(&format!(
             "{} tokens: first token after {:.2} s, then {:.1} tok/s",
             r.prompt_tokens,
             r.ttft,
             r.decode_rate()
         ));
+        rows.push(r);
     };
     let timeout = Duration::from_secs(args.server.timeout);
-    let rows =
-        context::run(&endpoint, &lengths, args.output_len, args.seed, timeout, &INTERRUPTED, &progress)?;
+    let done =
+        context::run(&endpoint, &lengths, args.output_len, args.seed, timeout, &INTERRUPTED, &mut each);
+    if rows.is_empty() {
+        done?;
+        return Ok(Outcome::Done);
+    }
+    // What was measured before a failure is printed all the same.
     if args.json.json {
         let mut doc = context::to_json(&endpoint, &rows, args.seed);
         doc["command_line"] = json!(output::command_line());
@@ -248,5 +269,6 @@ pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
     } else {
         output::print(&context::to_markdown(&rows))?;
     }
+    done?;
     Ok(Outcome::Done)
 }

@@ -18,6 +18,9 @@ pub(crate) fn run(args: &LogitsArgs, progress: ProgressMode) -> anyhow::Result<O
     if args.output.exists() {
         bail!("{} exists; nothing is overwritten", args.output.display());
     }
+    if args.output.as_os_str() == "-" {
+        return Err(usage("logits are written to a file, not to standard output"));
+    }
     let document = super::files::read_json(&args.tokens)?;
     let ids: Vec<u32> = serde_json::from_value(document)
         .with_context(|| format!("{}: expected a JSON list of token ids", args.tokens.display()))?;
@@ -32,6 +35,10 @@ pub(crate) fn run(args: &LogitsArgs, progress: ProgressMode) -> anyhow::Result<O
     let fp32 = args.boundaries == Boundaries::Fp32;
     if fp32 && open.backend != BackendKind::Lossless {
         return Err(usage("--boundaries fp32 needs --backend lossless"));
+    }
+    let limit = super::run::context_limit(&open)?;
+    if ids.len() > limit {
+        bail!("{} holds {} tokens, the model's context {limit}", args.tokens.display(), ids.len());
     }
     let needs = Needs { fp32, ..Needs::tokens(ids.len()) };
     with_needs(&open, needs, LogitsTask { args, ids, positions })
@@ -149,6 +156,9 @@ impl Task for LogitsTask<'_> {
     fn run<B: Backend>(self, driver: &mut Driver<B>) -> anyhow::Result<Outcome> {
         let config = &driver.model.config;
         let (vocab, rows) = (config.vocab as usize, self.positions.len());
+        if let Some(i) = self.ids.iter().position(|&id| id as usize >= vocab) {
+            bail!("{}: token {i} is {}, the vocabulary has {vocab}", self.args.tokens.display(), self.ids[i]);
+        }
         let logits = Tensor::new("logits", "F32", &[rows, vocab]);
         let mut positions = Tensor::new("positions", "I32", &[rows]);
         for position in self.positions.clone() {

@@ -45,7 +45,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
         Command::Report(args) => report::run(&args),
         Command::Bench(args) => match &args.mode {
             None => bench::run(&args, progress),
-            Some(BenchMode::Serve(args)) => load::serve(args),
+            Some(BenchMode::Serve(args)) => load::serve(args, progress),
             Some(BenchMode::Context(args)) => load::context(args),
         },
         Command::Replay(args) => replay::run(&args),

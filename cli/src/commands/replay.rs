@@ -20,6 +20,9 @@ use std::time::Duration;
 /// Least context that the scenario's floors fit into.
 const MIN_CONTEXT: usize = 2048;
 
+/// Most: texts are cut from the corpus over and over beyond it.
+const MAX_CONTEXT: usize = 16 * FULL_CONTEXT;
+
 pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
     if let Some(ReplayMode::Record(args)) = &args.mode {
         return record(args);
@@ -33,11 +36,11 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
     }
     let arms = arms(args)?;
     let key = api_key(args.api_key_file.as_deref())?;
-    let seeds: Vec<u64> = if args.seed_list.is_empty() {
-        (42..42 + args.seeds.max(1)).collect()
-    } else {
-        args.seed_list.clone()
-    };
+    let seeds: Vec<u64> =
+        if args.seed_list.is_empty() { (42..42 + args.seeds).collect() } else { args.seed_list.clone() };
+    if let Some(twice) = seeds.iter().enumerate().find(|(i, s)| seeds[..*i].contains(s)) {
+        return Err(usage(format!("--seed-list names {} twice", twice.1)));
+    }
     if let Some(out) = &args.out {
         std::fs::create_dir_all(out).with_context(|| format!("{}: creating the folder", out.display()))?;
     }
@@ -177,8 +180,8 @@ fn make_plans(args: &ReplayArgs, seeds: &[u64], context: usize) -> anyhow::Resul
         plan.check().map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))?;
         return Ok(vec![plan]);
     }
-    if context < MIN_CONTEXT {
-        return Err(usage(format!("--context {context}: the scenario needs at least {MIN_CONTEXT}")));
+    if !(MIN_CONTEXT..=MAX_CONTEXT).contains(&context) {
+        return Err(usage(format!("--context {context}: the scenario takes {MIN_CONTEXT} to {MAX_CONTEXT}")));
     }
     let corpus = match &args.corpus {
         Some(dir) => Corpus::folder(dir)?,

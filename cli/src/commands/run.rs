@@ -12,14 +12,14 @@ use infernix_engine::sched::{
     CacheHints, Drain, Engine, EngineApi as _, Event as EngineEvent, Finish, Request, Usage,
 };
 use infernix_text::{
-    ChatFormat, ChatOptions, Detokenizer, Event, Message, OutputOptions, OutputParser, ParsedCall, Prompt,
-    Role, Sampling, Start, Tool, ToolSet,
+    ChatFormat, ChatOptions, Content, Detokenizer, Event, Message, OutputOptions, OutputParser, ParsedCall,
+    Prompt, Role, Sampling, Start, Tool, ToolSet,
 };
 use serde_json::{Value, json};
 use std::io::{self, IsTerminal as _, Read as _, Write as _};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 pub(crate) fn run(args: &RunArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &RunArgs, progress: ProgressMode) -> anyhow::Result<Outc
 }
 
 /// Tokens that prompt and answer may have together: the model's own limit.
-fn context_limit(open: &OpenModel) -> anyhow::Result<usize> {
+pub(super) fn context_limit(open: &OpenModel) -> anyhow::Result<usize> {
     let text = open.artifact.directory().components.get("text");
     let positions = text.and_then(|t| t.config.get("max_position_embeddings")).and_then(Value::as_u64);
     Ok(positions.context("the artifact states no max_position_embeddings")? as usize)
@@ -66,6 +66,12 @@ fn first_turn(args: &RunArgs) -> anyhow::Result<Option<Turn>> {
         let parse = |what: &str| format!("{}: {what}", path.display());
         let messages: Vec<Message> =
             serde_json::from_value(messages.clone()).with_context(|| parse("messages"))?;
+        if messages.is_empty() {
+            bail!("{}: there is no message", path.display());
+        }
+        if let Some(i) = messages.iter().position(|m| m.content.as_ref().is_some_and(Content::has_media)) {
+            bail!("{}: messages[{i}] holds an image or a video; only text is read here", path.display());
+        }
         let tools: Vec<Tool> = match tools {
             Value::Null => Vec::new(),
             list => serde_json::from_value(list.clone()).with_context(|| parse("tools"))?,
@@ -74,6 +80,9 @@ fn first_turn(args: &RunArgs) -> anyhow::Result<Option<Turn>> {
     }
     let text = match &args.prompt {
         Some(text) => text.clone(),
+        None if args.raw && io::stdin().is_terminal() => {
+            return Err(usage("--raw continues a text: give it by -p TEXT or on standard input"));
+        }
         None if io::stdin().is_terminal() && !args.json.json => return Ok(None),
         None => {
             let mut text = String::new();
@@ -99,6 +108,8 @@ struct Chat<'a> {
     stop_ids: Vec<u32>,
     messages: Vec<Message>,
     tools: Vec<Tool>,
+    /// Whether somebody types turns: Ctrl-C then ends an answer and not the command.
+    talking: bool,
 }
 
 /// What a turn produced.
@@ -181,6 +192,7 @@ impl<'a> Chat<'a> {
             stop_ids,
             messages,
             tools: Vec::new(),
+            talking: false,
         })
     }
 
@@ -207,21 +219,22 @@ impl<'a> Chat<'a> {
 
     /// Reads turns from the terminal until end of input.
     fn talk(&mut self) -> anyhow::Result<Outcome> {
-        output::note("Type a message; Ctrl-D ends.");
+        output::note("Type a message; Ctrl-C stops an answer, Ctrl-D ends.");
+        self.talking = true;
+        let lines = typed_lines();
         loop {
             let mut err = io::stderr().lock();
             write!(err, "> ")?;
             err.flush()?;
             drop(err);
-            let mut line = String::new();
-            if io::stdin().read_line(&mut line)? == 0 {
+            let Some(line) = next_line(&lines)? else {
                 output::note("");
                 return Ok(Outcome::Done);
-            }
+            };
             if line.trim().is_empty() {
                 continue;
             }
-            self.messages.push(Message::text(Role::User, line.trim_end_matches('\n')));
+            self.messages.push(Message::text(Role::User, line));
             let prompt = self.format.prompt(&self.messages, &self.tools, &self.options)?;
             let answer = self.answer(&prompt)?;
             let mut message = Message::text(Role::Assistant, answer.content);
@@ -243,6 +256,8 @@ impl<'a> Chat<'a> {
         if !self.args.json.json {
             if !answer.content.is_empty() {
                 output::print("\n")?;
+            } else if answer.calls.is_empty() && !answer.reasoning.is_empty() && !self.args.print_token_ids {
+                output::note("");
             }
             let rate = answer.prefill_rate();
             output::note(&output::styled(
@@ -291,9 +306,8 @@ impl<'a> Chat<'a> {
             let event = match events.recv_timeout(Duration::from_millis(50)) {
                 Ok(event) => event,
                 Err(RecvTimeoutError::Timeout) => {
-                    if let Err(e) = check_interrupt() {
-                        engine.cancel(id);
-                        return Err(e);
+                    if self.interrupted(&mut answer)? {
+                        break;
                     }
                     continue;
                 }
@@ -316,9 +330,8 @@ impl<'a> Chat<'a> {
                             engine.cancel(id);
                         }
                     }
-                    if let Err(e) = check_interrupt() {
-                        engine.cancel(id);
-                        return Err(e);
+                    if self.interrupted(&mut answer)? {
+                        break;
                     }
                 }
                 EngineEvent::Finished { reason, usage, timings } => {
@@ -336,6 +349,7 @@ impl<'a> Chat<'a> {
                 | EngineEvent::PromptLogprobs(_) => {}
             }
         }
+        engine.cancel(id);
         let rest = text.finish();
         self.show(&mut answer, parser.push(&rest))?;
         self.show(&mut answer, parser.finish())?;
@@ -343,6 +357,19 @@ impl<'a> Chat<'a> {
             answer.finish = "tool_calls";
         }
         Ok(answer)
+    }
+
+    /// Whether Ctrl-C ends this answer; an error where it ends the command.
+    fn interrupted(&self, answer: &mut Answer) -> anyhow::Result<bool> {
+        if !self.talking {
+            check_interrupt()?;
+            return Ok(false);
+        }
+        let stopped = INTERRUPTED.swap(false, Ordering::SeqCst);
+        if stopped {
+            answer.finish = "interrupted";
+        }
+        Ok(stopped)
     }
 
     /// Collects events and prints them: the answer to stdout, reasoning dimmed to stderr.
@@ -383,6 +410,30 @@ impl<'a> Chat<'a> {
     }
 }
 
+/// Lines of the terminal, read beside the conversation so that Ctrl-C is seen while nobody types.
+fn typed_lines() -> Receiver<io::Result<String>> {
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        for line in io::stdin().lines() {
+            if sender.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    lines
+}
+
+/// The next line, `None` at the end of input.
+fn next_line(lines: &Receiver<io::Result<String>>) -> anyhow::Result<Option<String>> {
+    loop {
+        match lines.recv_timeout(Duration::from_millis(50)) {
+            Ok(line) => return Ok(Some(line?)),
+            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            Err(RecvTimeoutError::Timeout) => check_interrupt()?,
+        }
+    }
+}
+
 fn check_interrupt() -> anyhow::Result<()> {
     if INTERRUPTED.load(Ordering::Relaxed) {
         bail!("interrupted");
@@ -401,22 +452,43 @@ fn sampler_options(args: &SamplingArgs, defaults: Sampling) -> anyhow::Result<Sa
         frequency_penalty: args.frequency_penalty.map(f64::from),
         repetition_penalty: args.repetition_penalty.map(f64::from),
     };
-    let s = set.or(defaults);
-    let within = |name: &str, value: f64, low: f64, high: f64| {
+    let within = |name: &str, given: Option<f64>, default: Option<f64>, neutral: f64, low: f64, high: f64| {
+        let value = given.or(default).unwrap_or(neutral);
         if value >= low && value <= high {
-            Ok(value)
-        } else {
-            Err(usage(format!("--{name} must lie in {low}..={high}")))
+            return Ok(value);
         }
+        let flag = name.replace('_', "-");
+        Err(if given.is_some() {
+            usage(format!("--{flag} must lie in {low}..={high}"))
+        } else {
+            anyhow::anyhow!(
+                "the model's generation defaults state {name} {value}, outside {low}..={high}; give --{flag}"
+            )
+        })
     };
+    let (s, d) = (set, defaults);
     Ok(SamplerOptions {
-        temperature: within("temperature", s.temperature.unwrap_or(1.0), 0.0, 100.0)?,
-        top_k: s.top_k.unwrap_or(0) as usize,
-        top_p: within("top-p", s.top_p.unwrap_or(1.0), 0.0, 1.0)?,
-        min_p: within("min-p", s.min_p.unwrap_or(0.0), 0.0, 1.0)?,
-        presence_penalty: within("presence-penalty", s.presence_penalty.unwrap_or(0.0), -2.0, 2.0)?,
-        frequency_penalty: within("frequency-penalty", s.frequency_penalty.unwrap_or(0.0), -2.0, 2.0)?,
-        repetition_penalty: within("repetition-penalty", s.repetition_penalty.unwrap_or(1.0), 1e-3, 100.0)?,
+        temperature: within("temperature", s.temperature, d.temperature, 1.0, 0.0, 100.0)?,
+        top_k: s.top_k.or(d.top_k).unwrap_or(0) as usize,
+        top_p: within("top_p", s.top_p, d.top_p, 1.0, 0.0, 1.0)?,
+        min_p: within("min_p", s.min_p, d.min_p, 0.0, 0.0, 1.0)?,
+        presence_penalty: within("presence_penalty", s.presence_penalty, d.presence_penalty, 0.0, -2.0, 2.0)?,
+        frequency_penalty: within(
+            "frequency_penalty",
+            s.frequency_penalty,
+            d.frequency_penalty,
+            0.0,
+            -2.0,
+            2.0,
+        )?,
+        repetition_penalty: within(
+            "repetition_penalty",
+            s.repetition_penalty,
+            d.repetition_penalty,
+            1.0,
+            1e-3,
+            100.0,
+        )?,
         logit_bias: Vec::new(),
         seed: args.seed.unwrap_or_else(fresh_seed),
     })

@@ -112,6 +112,14 @@ pub enum Content {
     Parts(Vec<Value>),
 }
 
+impl Content {
+    /// Whether a part is something else than text.
+    #[must_use]
+    pub fn has_media(&self) -> bool {
+        matches!(self, Content::Parts(parts) if parts.iter().any(|p| part_text(p).is_none()))
+    }
+}
+
 /// The text of a part, `None` for media.
 pub(crate) fn part_text(part: &Value) -> Option<&str> {
     match part {

@@ -1,6 +1,6 @@
 //! `infernix bench` through the engine's scheduler: `--concurrency`, `--spec` and constraints.
 
-use super::{Found, Weights, report, settings};
+use super::{Found, Weights, finish, report, settings};
 use crate::args::{BenchArgs, ConstraintArgs, Spec};
 use crate::commands::engine::{draft_tokens, spare_the_model, start_engine};
 use crate::commands::files::read_json;
@@ -105,10 +105,7 @@ pub(super) fn run(
     if let Some(problem) = engine.stop_problem() {
         crate::output::warn(&problem);
     }
-    match failure {
-        Some(e) => Err(e),
-        None => report(args, subject, settings, &measured, &[], None),
-    }
+    finish(failure, &measured, || report(args, subject, settings, &measured, &[], None))
 }
 
 fn start(

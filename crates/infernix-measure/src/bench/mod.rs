@@ -106,7 +106,7 @@ pub struct Rounds {
     pub drafted: u64,
     /// Of these, accepted.
     pub accepted: u64,
-    /// Time from the end of each prompt to the end of its answer.
+    /// Time from the first to the last token of each answer.
     pub seconds: f64,
 }
 

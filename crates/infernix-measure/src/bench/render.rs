@@ -225,23 +225,25 @@ pub fn llama_object(s: &Subject, settings: Settings, m: &Measured) -> Value {
     out
 }
 
-/// A header and one line a test, without the sample lists, as llama-bench prints CSV.
+/// A header and one line a test, without the sample lists, as llama-bench prints CSV. Every line has every column that
+/// one of the tests has; what a test does not have is an empty field.
 pub fn csv(s: &Subject, settings: Settings, tests: &[Measured]) -> String {
-    let mut out = String::new();
-    for (i, m) in tests.iter().enumerate() {
-        let object = llama_object(s, settings, m);
-        let fields: Vec<(&String, &Value)> =
-            object.as_object().into_iter().flatten().filter(|(_, v)| !v.is_array()).collect();
-        if i == 0 {
-            out.push_str(&fields.iter().map(|f| f.0.as_str()).collect::<Vec<_>>().join(","));
-            out.push('\n');
+    let objects: Vec<Value> = tests.iter().map(|m| llama_object(s, settings, m)).collect();
+    let mut columns: Vec<&String> = Vec::new();
+    for (key, value) in objects.iter().filter_map(Value::as_object).flatten() {
+        if !value.is_array() && !columns.contains(&key) {
+            columns.push(key);
         }
-        let cell = |v: &Value| {
-            let text = v.as_str().map_or_else(|| v.to_string(), str::to_owned);
-            format!("\"{}\"", text.replace('"', "\"\""))
+    }
+    let line = |cells: Vec<String>| cells.join(",") + "\n";
+    let mut out = line(columns.iter().map(|c| (*c).clone()).collect());
+    for object in &objects {
+        let cell = |c: &&String| match &object[c.as_str()] {
+            Value::Null => String::new(),
+            Value::String(text) => format!("\"{}\"", text.replace('"', "\"\"")),
+            other => format!("\"{other}\""),
         };
-        out.push_str(&fields.iter().map(|f| cell(f.1)).collect::<Vec<_>>().join(","));
-        out.push('\n');
+        out.push_str(&line(columns.iter().map(cell).collect()));
     }
     out
 }
@@ -412,6 +414,17 @@ mod tests {
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0].split(',').count(), lines[1].split(",\"").count());
         assert!(lines[1].contains("\"qwen3_5 \"\"q4\"\"\""));
+    }
+
+    #[test]
+    fn csv_is_rectangular_whatever_the_tests_have() {
+        let mut held = subject();
+        held.scheduled = Some(Scheduled { concurrency: 2, spec: "off".into(), constraint: None });
+        let text = csv(&held, SETTINGS, &[measured(50, 0), measured(0, 50)]);
+        let fields: Vec<usize> = text.lines().map(|l| l.split(',').count()).collect();
+        assert_eq!(fields, vec![fields[0]; 3], "{text}");
+        assert!(text.lines().next().is_some_and(|head| head.contains("rounds_per_s")));
+        assert!(!text.contains("null"), "{text}");
     }
 
     #[test]

@@ -49,7 +49,8 @@ impl Answer {
         self.timings.as_ref()?.get(key)?.as_f64()
     }
 
-    /// Tokens accepted from drafts, where the server says so.
+    /// Tokens accepted from drafts, where the server says so. Servers that count drafts leave this out of an answer without
+    /// one: absent means none if another answer of the same server has it.
     pub fn accepted(&self) -> Option<u64> {
         self.timing("draft_n_accepted").map(|n| n as u64)
     }
@@ -57,11 +58,6 @@ impl Answer {
     /// Tokens drafted, where the server says so.
     pub fn drafted(&self) -> Option<u64> {
         self.timing("draft_n").map(|n| n as u64)
-    }
-
-    /// Forward passes behind the answer: one a token that was not accepted from a draft.
-    pub fn rounds(&self) -> Option<u64> {
-        Some(self.usage?.completion.saturating_sub(self.accepted()?))
     }
 
     fn shows_something(&self) -> bool {
@@ -274,7 +270,7 @@ mod tests {
         assert_eq!((answer.content.as_str(), answer.reasoning.as_str()), ("Hello", "hm"));
         assert_eq!(answer.tool_calls[0].arguments, "{\"a\":1}");
         assert_eq!(answer.usage.unwrap().cached, 8);
-        assert_eq!((answer.rounds(), answer.drafted()), (Some(1), Some(6)));
+        assert_eq!((answer.accepted(), answer.drafted()), (Some(3), Some(6)));
         assert_eq!(answer.message()["tool_calls"][0]["function"]["name"], "read");
     }
 

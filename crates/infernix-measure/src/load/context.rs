@@ -32,12 +32,15 @@ pub struct ContextRow {
     pub output_tokens: u64,
     /// First to last token, seconds.
     pub decode: f64,
-    /// Forward passes, where the server says how many drafts it accepted.
-    pub rounds: Option<u64>,
     /// Drafted tokens.
     pub drafted: Option<u64>,
-    /// Accepted drafts.
+    /// Accepted drafts; a server that counts them leaves them out of an answer without one.
     pub accepted: Option<u64>,
+}
+
+/// Whether the server counts drafts.
+fn counts(rows: &[ContextRow]) -> bool {
+    rows.iter().any(|r| r.accepted.is_some())
 }
 
 impl ContextRow {
@@ -46,7 +49,13 @@ impl ContextRow {
         if self.decode > 0.0 { self.output_tokens.saturating_sub(1) as f64 / self.decode } else { 0.0 }
     }
 
-    fn to_json(&self) -> Value {
+    /// Forward passes: one a token that was not accepted from a draft.
+    fn rounds(&self) -> u64 {
+        self.output_tokens.saturating_sub(self.accepted.unwrap_or(0))
+    }
+
+    fn to_json(&self, counts: bool) -> Value {
+        let rounds = counts.then(|| self.rounds());
         json!({
             "length": self.length,
             "prompt_tokens": self.prompt_tokens,
@@ -55,16 +64,17 @@ impl ContextRow {
             "output_tokens": self.output_tokens,
             "decode_s": self.decode,
             "decode_tok_s": self.decode_rate(),
-            "rounds": self.rounds,
-            "rounds_per_s": self.rounds.filter(|_| self.decode > 0.0).map(|r| r as f64 / self.decode),
+            "rounds": rounds,
+            "rounds_per_s": rounds.filter(|_| self.decode > 0.0).map(|r| r as f64 / self.decode),
             "drafted": self.drafted,
             "accepted": self.accepted,
         })
     }
 }
 
-/// Measures every length after one uncounted request: greedy, `output` tokens each. A prompt of which more than the
-/// template's few tokens came from a cache is refused: it would measure the cache.
+/// Measures every length after two uncounted probes: greedy, `output` tokens each. A prompt of which a twentieth or more,
+/// and more than the template's tokens, came from a cache is refused: it would measure the cache. `each` gets every
+/// measured prompt.
 ///
 /// # Errors
 /// A request that fails or was cached; an interruption.
@@ -75,12 +85,11 @@ pub fn run(
     seed: u64,
     timeout: Duration,
     interrupted: &AtomicBool,
-    progress: &dyn Fn(&ContextRow),
-) -> Result<Vec<ContextRow>> {
+    each: &mut dyn FnMut(ContextRow),
+) -> Result<()> {
     let path = "/v1/chat/completions";
     let extra = json!({ "temperature": 0, "seed": 1 });
     let calibration = Calibration::measure(endpoint, path, seed)?;
-    let mut rows = Vec::new();
     for (i, length) in lengths.iter().enumerate() {
         let dataset = Dataset::Random { input: length.tokens, output, spread: 0.0 };
         let items = dataset.items(length.prompts, calibration, seed.wrapping_add(i as u64))?;
@@ -97,29 +106,31 @@ pub fn run(
                 )));
             }
             let usage = x.answer.usage.unwrap_or_default();
-            if usage.cached > 256 && usage.cached * 20 > usage.prompt {
+            if from_cache(usage.prompt, usage.cached, calibration.overhead) {
                 return Err(MeasureError::Server(format!(
                     "{} of {} prompt tokens came from the server's cache; change --seed or restart the server",
                     usage.cached, usage.prompt
                 )));
             }
             let last = x.pieces.last().or(x.pieces.first());
-            let row = ContextRow {
+            each(ContextRow {
                 length: length.tokens,
                 prompt_tokens: usage.prompt,
                 cached_tokens: usage.cached,
                 ttft: x.ttft().unwrap_or_default().as_secs_f64(),
                 output_tokens: x.output_tokens(),
                 decode: x.pieces.first().zip(last).map_or(0.0, |(a, b)| b.duration_since(*a).as_secs_f64()),
-                rounds: x.answer.rounds(),
                 drafted: x.answer.drafted(),
                 accepted: x.answer.accepted(),
-            };
-            progress(&row);
-            rows.push(row);
+            });
         }
     }
-    Ok(rows)
+    Ok(())
+}
+
+/// Whether a prompt was read from a cache: `overhead` tokens of a template are the same in every prompt.
+fn from_cache(prompt: u64, cached: u64, overhead: f64) -> bool {
+    cached as f64 > overhead.ceil() && cached * 20 >= prompt
 }
 
 /// The JSON document.
@@ -130,7 +141,7 @@ pub fn to_json(endpoint: &Endpoint, rows: &[ContextRow], seed: u64) -> Value {
         "url": endpoint.base(),
         "model_id": endpoint.shown_model(),
         "seed": seed,
-        "prompts": rows.iter().map(ContextRow::to_json).collect::<Vec<_>>(),
+        "prompts": rows.iter().map(|r| r.to_json(counts(rows))).collect::<Vec<_>>(),
     })
 }
 
@@ -147,8 +158,8 @@ pub fn to_markdown(rows: &[ContextRow]) -> String {
         let mean = |f: &dyn Fn(&ContextRow) -> f64| of.iter().map(|r| f(r)).sum::<f64>() / n;
         let tokens = mean(&|r| r.prompt_tokens as f64);
         let ttft = mean(&|r| r.ttft);
-        let known = of.iter().all(|r| r.rounds.is_some());
-        let rounds = mean(&|r| r.rounds.unwrap_or(0) as f64);
+        let known = counts(rows);
+        let rounds = mean(&|r| r.rounds() as f64);
         let decode = mean(&|r| r.decode);
         let or_dash = |v: f64| if known && v.is_finite() { format!("{v:.2}") } else { "-".into() };
         let _ = writeln!(
@@ -162,4 +173,17 @@ pub fn to_markdown(rows: &[ContextRow]) -> String {
         );
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_prompt_from_a_cache_is_no_measurement_either() {
+        assert!(from_cache(236, 231, 12.0));
+        assert!(from_cache(8192, 410, 12.0));
+        assert!(!from_cache(236, 12, 12.0), "the template's head");
+        assert!(!from_cache(8192, 64, 12.0), "a block that begins with it");
+    }
 }

@@ -143,7 +143,7 @@ impl Dataset {
         !matches!(self, Dataset::ShareGpt { .. })
     }
 
-    /// The first `n` requests, or fewer where a file has fewer.
+    /// `n` requests. A trace that has fewer gives those; conversations are taken again from the start, as vLLM does.
     ///
     /// # Errors
     /// A file that cannot be read or is not in its format.
@@ -215,18 +215,30 @@ fn share_gpt(file: &Path, output: Option<usize>, n: usize, rng: &mut Rng) -> Res
     for i in (1..items.len()).rev() {
         items.swap(i, rng.below(i + 1));
     }
-    items.truncate(n);
-    Ok(items)
+    Ok(items.iter().cycle().take(n).cloned().collect())
 }
 
 fn trace(file: &Path, n: usize, calibration: Calibration, seed: u64) -> Result<Vec<Item>> {
     let text = read(file)?;
     let mut items = Vec::new();
     let mut start = None;
+    let mut last = 0.0;
     for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()).take(n) {
         let row: Value = serde_json::from_str(line).map_err(|e| bad(file, format!("line {}: {e}", i + 1)))?;
         let number = |k: &str| row.get(k).and_then(Value::as_f64).filter(|v| *v >= 0.0);
-        let at = number("timestamp").map(|t| (t - *start.get_or_insert(t)).max(0.0) / 1e3);
+        let at = match row.get("timestamp") {
+            None => None,
+            Some(_) => {
+                let wrong = |what: &str| bad(file, format!("line {}: {what}", i + 1));
+                let t = number("timestamp").ok_or_else(|| wrong("timestamp is no number of milliseconds"))?;
+                let at = (t - *start.get_or_insert(t)) / 1e3;
+                if at < last {
+                    return Err(wrong("timestamp lies before that of an earlier line"));
+                }
+                last = at;
+                Some(at)
+            }
+        };
         let missing = |k: &str| bad(file, format!("line {}: no {k}", i + 1));
         let output = number("output_length").or_else(|| number("output_tokens"));
         let output = output.ok_or_else(|| missing("output_length"))? as usize;
@@ -315,7 +327,13 @@ mod tests {
         assert_eq!((items[0].at, items[1].at), (Some(0.0), Some(0.5)));
         let head = |i: usize| items[i].prompt.split(' ').take(1024).collect::<Vec<_>>();
         assert_eq!(head(0), head(1));
-        for wrong in ["", "{\"timestamp\":1}", "not json"] {
+        let times = |a: &str, b: &str| {
+            format!(
+                "{{\"timestamp\":{a},\"prompt\":\"p\",\"output_length\":1}}\n{{\"timestamp\":{b},\"prompt\":\"p\",\"output_length\":1}}"
+            )
+        };
+        let (back, text) = (times("5", "4"), times("\"5\"", "6"));
+        for wrong in ["", "{\"timestamp\":1}", "not json", &back, &text] {
             std::fs::write(&file, wrong).unwrap();
             assert!(Dataset::Trace { file: file.clone() }.items(9, PLAIN, 1).is_err(), "{wrong:?}");
         }
@@ -328,7 +346,11 @@ mod tests {
         let text = r#"[{"conversations":[{"from":"human","value":"hi"},{"from":"gpt","value":"12345678"}]},{"x":1}]"#;
         std::fs::write(&file, text).unwrap();
         let items = Dataset::ShareGpt { file: file.clone(), output: None }.items(9, PLAIN, 1).unwrap();
-        assert_eq!(items, [Item { prompt: "hi".into(), output: 2, at: None }]);
+        assert_eq!(
+            items,
+            vec![Item { prompt: "hi".into(), output: 2, at: None }; 9],
+            "asked for nine of one"
+        );
         std::fs::write(&file, "{}").unwrap();
         assert!(Dataset::ShareGpt { file, output: None }.items(9, PLAIN, 1).is_err());
     }

@@ -142,9 +142,13 @@ pub fn figures(run: &Run, main: &HashSet<String>, matched: &HashSet<u32>) -> Map
     put("output_tok_s", rate(one.iter().map(|s| **s)));
     put("output_batched_tok_s", ratio(streams.iter().map(|s| (s.tokens - 1) as f64).sum(), union(&streams)));
     put("copy_tok_s", rate(streams.iter().filter(|s| s.row.copy).copied()));
-    let known = one.iter().filter_map(|s| Some((s.row.exchange.answer.rounds()? as f64, s)));
-    let (rounds, tokens, time) = known.fold((0.0, 0.0, 0.0), |(r, n, t), (rounds, s)| {
-        (r + rounds, n + s.tokens as f64, t + s.stream().unwrap_or(0.0))
+    // One round a token that was not accepted from a draft, of servers that count drafts.
+    let accepted = |s: &Seen<'_>| s.row.exchange.answer.accepted();
+    let counts = rows.iter().any(|s| accepted(s).is_some());
+    let known = one.iter().filter(|_| counts);
+    let (rounds, tokens, time) = known.fold((0.0, 0.0, 0.0), |(r, n, t), s| {
+        let rounds = s.tokens.saturating_sub(accepted(s).unwrap_or(0));
+        (r + rounds as f64, n + s.tokens as f64, t + s.stream().unwrap_or(0.0))
     });
     put("rounds_s", ratio(rounds, time));
     put("tokens_per_round", ratio(tokens, rounds));
@@ -306,6 +310,20 @@ mod tests {
         assert!(f["prefill_cold_long_tok_s"].is_null());
         assert_eq!(f.len(), FIGURES.len());
         assert!(FIGURES.iter().all(|(key, ..)| f.contains_key(*key)));
+    }
+
+    #[test]
+    fn an_answer_without_drafts_counts_a_round_a_token_where_the_server_counts_drafts() {
+        let mut r = run();
+        r.rows[1].exchange.answer.timings = Some(json!({}));
+        let of = |r: &Run| figures(r, &HashSet::new(), &HashSet::new());
+        let f = of(&r);
+        assert_eq!(f["tokens_per_round"].as_f64(), Some(62.0 / (11.0 + 41.0)));
+        assert_eq!(f["rounds_s"].as_f64(), Some((11.0 + 41.0) / 4.0));
+        for row in &mut r.rows {
+            row.exchange.answer.timings = None;
+        }
+        assert!(of(&r)["rounds_s"].is_null(), "a server that counts nothing");
     }
 
     #[test]
