@@ -324,8 +324,16 @@ impl ModelConfig {
             attention,
             raw_text,
         };
-        if !(config.eps > 0.0 && config.eps < 1.0) {
+        // Kernels take it in FP32.
+        if !(config.eps < 1.0 && config.eps as f32 >= f32::MIN_POSITIVE) {
             return Err(text.reject("rms_norm_eps", "a number between 0 and 1"));
+        }
+        for key in TOKEN_KEYS {
+            text.check_tokens(key, config.vocab)?;
+            top.check_tokens(key, config.vocab)?;
+        }
+        if config.vision.is_some() && !rope_object(text)?.is_some_and(|p| p.get("mrope_section").is_some()) {
+            return Err(ModelError::Missing { key: text.path("rope_parameters.mrope_section") });
         }
         if let Some(q) = &config.qsa
             && q.head_dim < config.rope.rotary_dim
@@ -374,6 +382,17 @@ impl ModelConfig {
     }
 }
 
+/// Keys that hold token ids.
+const TOKEN_KEYS: [&str; 7] = [
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+];
+
 fn architecture(top: &Object<'_>, nested: Option<&Object<'_>>) -> Result<Architecture, ModelError> {
     let own = top.str_opt("model_type")?;
     let inner = nested.map(|n| n.str_opt("model_type")).transpose()?.flatten();
@@ -410,8 +429,11 @@ fn layer_kinds(text: &Object<'_>) -> Result<Vec<LayerKind>, ModelError> {
     if count > 4096 {
         return Err(text.reject("num_hidden_layers", "at most 4096"));
     }
+    let interval = text.count_or("full_attention_interval", 4)?;
+    if interval == 0 {
+        return Err(text.reject("full_attention_interval", "a positive integer"));
+    }
     let Some(types) = text.array_opt("layer_types")? else {
-        let interval = text.count_or("full_attention_interval", 4)?.max(1);
         return Ok((0..count)
             .map(|i| if (i + 1) % interval == 0 { LayerKind::Attention } else { LayerKind::Gdn })
             .collect());
@@ -443,11 +465,15 @@ fn attention(text: &Object<'_>) -> Result<AttentionConfig, ModelError> {
     Ok(AttentionConfig { heads, kv_heads, head_dim: text.count("head_dim")? })
 }
 
+fn rope_object<'a>(text: &Object<'a>) -> Result<Option<Object<'a>>, ModelError> {
+    match text.object("rope_parameters")? {
+        Some(p) => Ok(Some(p)),
+        None => text.object("rope_scaling"),
+    }
+}
+
 fn rope(text: &Object<'_>, head_dim: u64) -> Result<RopeConfig, ModelError> {
-    let params = match text.object("rope_parameters")? {
-        Some(p) => Some(p),
-        None => text.object("rope_scaling")?,
-    };
+    let params = rope_object(text)?;
     let number = |key: &str| -> Result<Option<f64>, ModelError> {
         let nested = params.as_ref().map(|p| p.float_opt(key)).transpose()?.flatten();
         match nested {
@@ -458,18 +484,25 @@ fn rope(text: &Object<'_>, head_dim: u64) -> Result<RopeConfig, ModelError> {
     let theta = number("rope_theta")?.ok_or_else(|| ModelError::Missing { key: text.path("rope_theta") })?;
     let partial = number("partial_rotary_factor")?.unwrap_or(1.0);
     let rotary = (head_dim as f64 * partial) as u64;
-    if !(partial > 0.0 && partial <= 1.0) || rotary == 0 || rotary % 2 != 0 || theta <= 1.0 {
-        return Err(ModelError::Contradiction(format!(
-            "rope: theta {theta}, partial_rotary_factor {partial} of head_dim {head_dim} is no rotation"
-        )));
+    let reject = |key: &str, expected: &str| match &params {
+        Some(p) if p.get(key).is_some() => p.reject(key, expected),
+        _ => text.reject(key, expected),
+    };
+    if theta <= 1.0 || theta > f64::from(f32::MAX) {
+        return Err(reject("rope_theta", "a number above 1 that FP32 holds"));
+    }
+    if !(partial > 0.0 && partial <= 1.0) || rotary == 0 || rotary % 2 != 0 {
+        let expected = format!("a part of head_dim {head_dim} that is an even number of dimensions");
+        return Err(reject("partial_rotary_factor", &expected));
     }
     let mut sections = [rotary / 2, 0, 0];
     let mut yarn = None;
     if let Some(p) = &params {
         if let Some(list) = p.array_opt("mrope_section")? {
-            let values: Vec<u64> = list.iter().filter_map(Value::as_u64).collect();
-            sections = <[u64; 3]>::try_from(values)
-                .map_err(|_| p.reject("mrope_section", "three non-negative integers"))?;
+            let values: Option<Vec<u64>> = list.iter().map(Value::as_u64).collect();
+            sections = values
+                .and_then(|v| <[u64; 3]>::try_from(v).ok())
+                .ok_or_else(|| p.reject("mrope_section", "three non-negative integers"))?;
         }
         if sections.iter().try_fold(0u64, |sum, s| sum.checked_add(*s)) != Some(rotary / 2) {
             return Err(p.reject("mrope_section", &format!("three counts that sum to {}", rotary / 2)));
@@ -485,6 +518,14 @@ fn rope(text: &Object<'_>, head_dim: u64) -> Result<RopeConfig, ModelError> {
                 if !(1.0..=1024.0).contains(&factor) {
                     return Err(p.reject("factor", "a number from 1 to 1024"));
                 }
+                for (key, default) in
+                    [("beta_fast", 32.0), ("beta_slow", 1.0), ("attention_factor", attention_factor(factor))]
+                {
+                    // Null is a key of these that nobody set.
+                    if p.get(key).is_some() && p.float_opt(key)?.is_some_and(|v| (v - default).abs() > 1e-6) {
+                        return Err(p.reject(key, &format!("{default}, which the engine computes with")));
+                    }
+                }
                 yarn = Some(Yarn {
                     factor,
                     original_max_positions: p.count("original_max_position_embeddings")?,
@@ -494,6 +535,11 @@ fn rope(text: &Object<'_>, head_dim: u64) -> Result<RopeConfig, ModelError> {
         }
     }
     Ok(RopeConfig { theta, rotary_dim: rotary, sections, yarn })
+}
+
+/// What YaRN scales attention by unless told (model-math 2.3).
+fn attention_factor(factor: f64) -> f64 {
+    if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 }
 }
 
 fn gdn(text: &Object<'_>, flash: bool) -> Result<GdnConfig, ModelError> {
@@ -703,6 +749,14 @@ mod tests {
             ("layer_types", json!(["linear_attention"]), "layer_types"),
             ("tie_word_embeddings", json!(true), "tie_word_embeddings"),
             ("rms_norm_eps", json!(0.0), "rms_norm_eps"),
+            ("rms_norm_eps", Value::Null, "rms_norm_eps"),
+            ("rms_norm_eps", json!(-1e-6), "rms_norm_eps"),
+            ("rms_norm_eps", json!(1e-300), "rms_norm_eps"),
+            ("rms_norm_eps", json!("1e-6"), "rms_norm_eps"),
+            ("bos_token_id", json!(-1), "bos_token_id"),
+            ("pad_token_id", json!(4096), "pad_token_id"),
+            ("eos_token_id", json!([4083, 4096]), "eos_token_id"),
+            ("full_attention_interval", json!(0), "full_attention_interval"),
             ("indexer_budget", json!(100), "indexer_budget"),
             ("output_gate_type", json!("tanh"), "output_gate_type"),
             (
@@ -717,6 +771,48 @@ mod tests {
             let message = ModelConfig::from_json(&v).unwrap_err().to_string();
             assert!(message.contains(named), "{key}: {message}");
         }
+    }
+
+    #[test]
+    fn rotations_that_are_none_are_named() {
+        let yarn = |key: &str, value: Value| (key.to_owned(), value, true);
+        let plain = |key: &str, value: Value| (key.to_owned(), value, false);
+        for (key, value, extended) in [
+            plain("rope_theta", Value::Null),
+            plain("rope_theta", json!(1)),
+            plain("rope_theta", json!(-1e7)),
+            plain("rope_theta", json!(1e300)),
+            plain("partial_rotary_factor", Value::Null),
+            plain("partial_rotary_factor", json!(0)),
+            plain("partial_rotary_factor", json!(1.5)),
+            plain("mrope_section", json!([11, 11, 9])),
+            plain("mrope_section", json!([11, 11, 10, "x"])),
+            plain("mrope_section", Value::Null),
+            plain("rope_type", json!("longrope")),
+            yarn("factor", json!(0.5)),
+            yarn("factor", Value::Null),
+            yarn("beta_fast", json!(16)),
+            yarn("attention_factor", json!(1e9)),
+        ] {
+            let mut v = demo();
+            let rope = &mut v["text_config"]["rope_parameters"];
+            if extended {
+                rope["rope_type"] = json!("yarn");
+                rope["factor"] = json!(4.0);
+                rope["original_max_position_embeddings"] = json!(4096);
+            }
+            rope[&key] = value;
+            let message = ModelConfig::from_json(&v).unwrap_err().to_string();
+            assert!(message.contains(&key), "{key}: {message}");
+        }
+    }
+
+    #[test]
+    fn tokens_beside_the_text_configuration_lie_in_the_vocabulary() {
+        let mut v = demo();
+        v["image_token_id"] = json!(4096);
+        let message = ModelConfig::from_json(&v).unwrap_err().to_string();
+        assert!(message.contains("image_token_id") && message.contains("4096"), "{message}");
     }
 
     #[test]

@@ -88,7 +88,7 @@ impl DrafterConfig {
             return Err(own.reject("sample_from_anchor", "false"));
         }
         for key in ["logit_scale", "embedding_scale", "residual_scale"] {
-            if own.float_opt(key)?.is_some_and(|v| v != 1.0) {
+            if own.get(key).is_some() && own.float_opt(key)? != Some(1.0) {
                 return Err(own.reject(key, "1"));
             }
         }
@@ -137,6 +137,13 @@ impl DrafterConfig {
             },
             raw: root.as_object().cloned().unwrap_or_default(),
         };
+        if top.float_opt("rms_norm_eps")?.is_some_and(|v| !(v > 0.0 && v < 1.0)) {
+            return Err(top.reject("rms_norm_eps", "a number between 0 and 1"));
+        }
+        if top.float_opt("rope_theta")?.is_some_and(|v| v <= 1.0) {
+            return Err(top.reject("rope_theta", "a number above 1"));
+        }
+        own.check_tokens("mask_token_id", config.vocab)?;
         if config.layers > 4096 {
             return Err(top.reject("num_hidden_layers", "at most 4096"));
         }
@@ -327,6 +334,7 @@ mod tests {
             ("selector_rank", json!(null), "selector_rank"),
             ("sample_from_anchor", json!(true), "sample_from_anchor"),
             ("conv_group_size", json!(7), "conv_group_size"),
+            ("mask_token_id", json!(4096), "mask_token_id"),
         ] {
             let mut v = second();
             v["dflash_config"][key] = value;

@@ -53,11 +53,22 @@ impl<'a> Object<'a> {
         Ok(self.count_opt(key)?.unwrap_or(default))
     }
 
+    /// A finite number. What stands there must be one: null is what NaN becomes in other writers' hands.
     pub(crate) fn float_opt(&self, key: &str) -> Result<Option<f64>, ModelError> {
-        let Some(value) = self.get(key) else { return Ok(None) };
+        let Some(value) = self.map.get(key) else { return Ok(None) };
         match value.as_f64() {
             Some(x) if x.is_finite() => Ok(Some(x)),
             _ => Err(invalid(&self.path(key), value, "a finite number")),
+        }
+    }
+
+    /// Token ids under a key: one, a list, or none; each below `vocab`.
+    pub(crate) fn check_tokens(&self, key: &str, vocab: u64) -> Result<(), ModelError> {
+        let Some(value) = self.get(key) else { return Ok(()) };
+        let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+        match list.iter().all(|id| id.as_u64().is_some_and(|id| id < vocab)) {
+            true => Ok(()),
+            false => Err(self.reject(key, &format!("token ids below {vocab}, the size of the vocabulary"))),
         }
     }
 

@@ -1,6 +1,7 @@
 //! `config.json` of a GGUF model, generated from its keys.
 
 use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
 
 use serde_json::{Map, Value, json};
 
@@ -14,6 +15,21 @@ const TOKENS: [(&str, &str); 4] = [
     ("<|video_pad|>", "video_token_id"),
     ("<|vision_start|>", "vision_start_token_id"),
     ("<|vision_end|>", "vision_end_token_id"),
+];
+
+/// Of norms. The smallest positive FP32 number that is normal is still something.
+const EPSILON: RangeInclusive<f64> = f32::MIN_POSITIVE as f64..=1.0;
+/// Bases of rotary frequencies: above 1, and FP32.
+const ROPE_BASE: RangeInclusive<f64> = 1.0 + f32::EPSILON as f64..=f32::MAX as f64;
+/// Context extensions.
+const YARN_FACTOR: RangeInclusive<f64> = 1.0..=1024.0;
+/// What else llama.cpp can be told of YaRN, with the values that the models were trained with.
+const YARN: [(&str, f64); 5] = [
+    ("attn_factor", 1.0),
+    ("yarn_ext_factor", 1.0),
+    ("yarn_attn_factor", 1.0),
+    ("yarn_beta_fast", 32.0),
+    ("yarn_beta_slow", 1.0),
 ];
 
 /// The shortest decimal of an F32 value, as FP64: 1e-6 is stored as 9.99999997e-7.
@@ -48,13 +64,39 @@ impl Keys<'_> {
         }
     }
 
-    fn float(&self, key: &str) -> Result<Option<f64>, CheckpointError> {
-        Ok(self.gguf.float(&self.key(key))?.map(shortest))
+    fn float(&self, key: &str, range: RangeInclusive<f64>) -> Result<f64, CheckpointError> {
+        let key = self.key(key);
+        let found = self.gguf.float_in(&key, range)?.map(shortest);
+        found.ok_or_else(|| self.gguf.key_error(&key, "a floating-point number", "missing".into()))
     }
 
-    fn required_float(&self, key: &str) -> Result<f64, CheckpointError> {
-        let found = self.float(key)?;
-        found.ok_or_else(|| self.gguf.key_error(&self.key(key), "a floating-point number", "missing".into()))
+    /// Keys whose value says what the tensors and other keys say already must say the same.
+    fn agree(&self, vocab: u64, head_dim: u64, kinds: &[&str]) -> Result<(), CheckpointError> {
+        let gguf = self.gguf;
+        let key = self.key("attention.value_length");
+        if let Some(found) = gguf.unsigned(&key)?.filter(|v| *v != head_dim) {
+            let expected = format!("{head_dim}, as attention.key_length");
+            return Err(gguf.key_error(&key, &expected, found.to_string()));
+        }
+        let key = self.key("full_attention_interval");
+        let attends = |n: u64| (1..).zip(kinds).all(|(l, kind)| (*kind == "full_attention") == (l % n == 0));
+        // A file that holds the drafter alone has none of the layers.
+        if let Some(n) = gguf.unsigned(&key)?
+            && gguf.get("token_embd.weight").is_some()
+            && (n == 0 || !attends(n))
+        {
+            let expected = "the distance between the layers that have attention tensors";
+            return Err(gguf.key_error(&key, expected, n.to_string()));
+        }
+        for (key, value) in gguf.metadata().iter() {
+            let token = key.strip_prefix("tokenizer.ggml.").or(key.strip_prefix(&self.key("ple.")));
+            let names_token = token.is_some_and(|t| t.ends_with("token_id"));
+            if names_token && vocab > 0 && value.unsigned().is_none_or(|id| id >= vocab) {
+                let expected = format!("a token below {vocab}, the size of the vocabulary");
+                return Err(gguf.key_error(key, &expected, format!("{} {value}", value.value_type())));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -87,6 +129,7 @@ pub(super) fn config(gguf: &Gguf) -> Result<Value, CheckpointError> {
             None => "full_attention",
         })
         .collect();
+    keys.agree(vocab, head_dim, &kinds)?;
     let mut text = Map::new();
     let mut put = |key: &str, value: Value| text.insert(key.to_owned(), value);
     put("model_type", json!(format!("{model_type}_text")));
@@ -100,7 +143,7 @@ pub(super) fn config(gguf: &Gguf) -> Result<Value, CheckpointError> {
     put("hidden_act", json!("silu"));
     put("attention_bias", json!(false));
     put("max_position_embeddings", json!(keys.count("context_length")?));
-    put("rms_norm_eps", json!(keys.required_float("attention.layer_norm_rms_epsilon")?));
+    put("rms_norm_eps", json!(keys.float("attention.layer_norm_rms_epsilon", EPSILON)?));
     put("rope_parameters", rope(&keys, head_dim)?);
     put("linear_conv_kernel_dim", json!(keys.count("ssm.conv_kernel")?));
     put("linear_key_head_dim", json!(g.key_dim));
@@ -142,26 +185,45 @@ pub(super) fn config(gguf: &Gguf) -> Result<Value, CheckpointError> {
 
 fn rope(keys: &Keys<'_>, head_dim: u64) -> Result<Value, CheckpointError> {
     let rotated = keys.count("rope.dimension_count")?;
+    if rotated == 0 || rotated % 2 != 0 || rotated > head_dim {
+        let expected = format!("an even number up to {head_dim}, the width of a head");
+        return Err(keys.gguf.key_error(&keys.key("rope.dimension_count"), &expected, rotated.to_string()));
+    }
     let mut value = json!({
         "rope_type": "default",
-        "rope_theta": keys.required_float("rope.freq_base")?,
+        "rope_theta": keys.float("rope.freq_base", ROPE_BASE)?,
         "partial_rotary_factor": rotated as f64 / head_dim.max(1) as f64,
     });
     let key = keys.key("rope.dimension_sections");
-    if let Some(sections) = keys.gguf.unsigned_list(&key)? {
-        let mut sections = sections;
-        // The fourth section is ggml's, always 0 here.
-        if sections.len() == 4 && sections[3] == 0 {
-            sections.truncate(3);
-        }
-        value["mrope_section"] = json!(sections);
-        value["mrope_interleaved"] = json!(true);
+    let expected = format!("three counts that sum to {}, half of rope.dimension_count", rotated / 2);
+    let sections = keys.gguf.unsigned_list(&key)?;
+    let mut sections = sections.ok_or_else(|| keys.gguf.key_error(&key, &expected, "missing".into()))?;
+    // The fourth section is ggml's, always 0 here.
+    if sections.len() == 4 && sections[3] == 0 {
+        sections.truncate(3);
     }
-    if keys.gguf.text(&keys.key("rope.scaling.type"))? == Some("yarn") {
-        value["rope_type"] = json!("yarn");
-        value["factor"] = json!(keys.required_float("rope.scaling.factor")?);
-        value["original_max_position_embeddings"] =
-            json!(keys.count("rope.scaling.original_context_length")?);
+    let sum = sections.iter().try_fold(0u64, |sum, s| sum.checked_add(*s));
+    if sections.len() != 3 || sum != Some(rotated / 2) {
+        return Err(keys.gguf.key_error(&key, &expected, format!("{sections:?}")));
+    }
+    value["mrope_section"] = json!(sections);
+    value["mrope_interleaved"] = json!(true);
+    let key = keys.key("rope.scaling.type");
+    match keys.gguf.text(&key)? {
+        None | Some("none") => {}
+        Some("yarn") => {
+            value["rope_type"] = json!("yarn");
+            value["factor"] = json!(keys.float("rope.scaling.factor", YARN_FACTOR)?);
+            value["original_max_position_embeddings"] =
+                json!(keys.count("rope.scaling.original_context_length")?);
+            for (name, default) in YARN {
+                let key = keys.key(&format!("rope.scaling.{name}"));
+                if let Some(found) = keys.gguf.float(&key)?.filter(|v| *v != default) {
+                    return Err(keys.gguf.key_error(&key, &default.to_string(), found.to_string()));
+                }
+            }
+        }
+        Some(other) => return Err(keys.gguf.key_error(&key, "none or yarn", format!("{other:?}"))),
     }
     Ok(value)
 }

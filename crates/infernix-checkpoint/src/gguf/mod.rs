@@ -16,7 +16,7 @@ mod tokenizer;
 mod value;
 pub(crate) mod view;
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
 use infernix_formats::FormatError;
@@ -240,12 +240,25 @@ impl Gguf {
         self.typed(key, "an integer that is not negative", Value::unsigned)
     }
 
-    /// A floating-point number, `None` where the key is missing.
+    /// A finite floating-point number, `None` where the key is missing.
     ///
     /// # Errors
-    /// A value of another type.
+    /// A value of another type, NaN or an infinity.
     pub fn float(&self, key: &str) -> Result<Option<f64>, CheckpointError> {
-        self.typed(key, "a floating-point number", Value::float)
+        self.typed(key, "a finite floating-point number", |v| v.float().filter(|x| x.is_finite()))
+    }
+
+    /// [`Gguf::float`] within a range, whose bounds belong to it.
+    ///
+    /// # Errors
+    /// As there; a value outside.
+    pub(crate) fn float_in(
+        &self,
+        key: &str,
+        range: RangeInclusive<f64>,
+    ) -> Result<Option<f64>, CheckpointError> {
+        let expected = format!("a number from {} to {}", range.start(), range.end());
+        self.typed(key, &expected, |v| v.float().filter(|x| range.contains(x)))
     }
 
     fn typed<'a, T>(

@@ -32,6 +32,21 @@ pub fn pre_tokenizer(tokenizer: &Value) -> Option<&'static str> {
 const NORMAL: u64 = 1;
 const CONTROL: u64 = 3;
 const USER_DEFINED: u64 = 4;
+/// The last one.
+const BYTE: u64 = 6;
+
+const TOKENS: &str = "tokenizer.ggml.tokens";
+const TYPES: &str = "tokenizer.ggml.token_type";
+const MERGES: &str = "tokenizer.ggml.merges";
+/// The way out where a file lacks a part of its tokenizer.
+const ELSE: &str = " (else name a source of resources)";
+
+/// Sampling defaults: name in `generation_config.json`, key, largest value; all start at 0.
+const SAMPLING: [(&str, &str, f64); 3] = [
+    ("temperature", "general.sampling.temp", 100.0),
+    ("top_p", "general.sampling.top_p", 1.0),
+    ("min_p", "general.sampling.min_p", 1.0),
+];
 
 /// The files that can be generated.
 const FILES: [&str; 4] =
@@ -76,12 +91,19 @@ struct Tokens {
 
 impl Tokens {
     fn read(gguf: &Gguf) -> Result<Option<Self>, CheckpointError> {
-        let Some(texts) = gguf.text_list("tokenizer.ggml.tokens")? else { return Ok(None) };
-        let types = gguf.unsigned_list("tokenizer.ggml.token_type")?;
-        let types = types.unwrap_or_else(|| vec![NORMAL; texts.len()]);
+        let Some(texts) = gguf.text_list(TOKENS)? else { return Ok(None) };
+        if let Some(rows) = gguf.get("token_embd.weight").map(|t| t.rows())
+            && rows != texts.len() as u64
+        {
+            let expected = format!("{rows} tokens, one a row of token_embd.weight");
+            return Err(gguf.key_error(TOKENS, &expected, texts.len().to_string()));
+        }
+        let expected = format!("{} types from 0 to {BYTE}, one a token{ELSE}", texts.len());
+        // Without types nobody knows the control tokens, which a chat is made of.
+        let types = gguf.list(TYPES, &expected, |v| v.unsigned().filter(|t| *t <= BYTE))?;
+        let types = types.ok_or_else(|| gguf.key_error(TYPES, &expected, "missing".into()))?;
         if types.len() != texts.len() {
-            let expected = format!("{} types, one a token", texts.len());
-            return Err(gguf.key_error("tokenizer.ggml.token_type", &expected, types.len().to_string()));
+            return Err(gguf.key_error(TYPES, &expected, types.len().to_string()));
         }
         Ok(Some(Self { texts, types }))
     }
@@ -105,22 +127,25 @@ impl Tokens {
         }
         let pre = gguf.text("tokenizer.ggml.pre")?.unwrap_or("missing");
         let split = SPLITS.iter().find(|(name, _)| *name == pre).map(|s| s.1).ok_or_else(|| {
-            gguf.key_error(
-                "tokenizer.ggml.pre",
-                "qwen35 or qwen2 (else name a source of resources)",
-                pre.to_owned(),
-            )
+            gguf.key_error("tokenizer.ggml.pre", &format!("qwen35 or qwen2{ELSE}"), pre.to_owned())
         })?;
         let normal = self.texts.iter().zip(&self.types).enumerate().filter(|(_, (_, ty))| **ty == NORMAL);
+        let count = normal.clone().count();
         let vocab: Map<String, Value> = normal.map(|(id, (text, _))| (text.clone(), json!(id))).collect();
-        let merges = gguf.text_list("tokenizer.ggml.merges")?.unwrap_or_default();
+        if vocab.len() != count {
+            let found = format!("{} of them twice", count - vocab.len());
+            return Err(gguf.key_error(TOKENS, "distinct texts", found));
+        }
+        let merges = gguf.text_list(MERGES)?.unwrap_or_default();
+        if merges.is_empty() {
+            let expected = format!("the merges of byte-level BPE{ELSE}");
+            return Err(gguf.key_error(MERGES, &expected, "none".into()));
+        }
         let merges: Vec<Value> = merges
             .iter()
             .map(|m| {
                 let pair = m.split_once(' ').map(|(a, b)| json!([a, b]));
-                pair.ok_or_else(|| {
-                    gguf.key_error("tokenizer.ggml.merges", "two tokens and a space", m.clone())
-                })
+                pair.ok_or_else(|| gguf.key_error(MERGES, "two tokens and a space", m.clone()))
             })
             .collect::<Result<_, _>>()?;
         let added: Vec<Value> = self
@@ -202,12 +227,12 @@ impl Tokens {
                 out.insert(name.into(), json!(v));
             }
         }
-        if let Some(v) = gguf.float("general.sampling.temp")? {
-            out.insert("do_sample".into(), json!(true));
-            out.insert("temperature".into(), json!(shortest(v)));
-        }
-        if let Some(v) = gguf.float("general.sampling.top_p")? {
-            out.insert("top_p".into(), json!(shortest(v)));
+        for (name, key, most) in SAMPLING {
+            let Some(v) = gguf.float_in(key, 0.0..=most)? else { continue };
+            if name == "temperature" {
+                out.insert("do_sample".into(), json!(true));
+            }
+            out.insert(name.into(), json!(shortest(v)));
         }
         if let Some(v) = id("general.sampling.top_k")? {
             out.insert("top_k".into(), json!(v));

@@ -370,18 +370,24 @@ impl Rebuilt {
         gguf.read_rows_f32(t, first..first + rows, &mut self.values)?;
         self.bytes.clear();
         let mut undone = vec![0f32; columns];
+        let fits = |v: &f32| match part.piece.values {
+            Values::Same => true,
+            Values::OnePlus => v.is_finite() && 1.0 + (v - 1.0) == *v,
+            Values::NegativeExp => v.is_finite() && *v < 0.0,
+        };
         for (r, stored) in (first..).zip(self.values.chunks_exact(k)) {
             part.piece.undo_row(stored, &mut undone);
-            if part.piece.values == Values::OnePlus
-                && let Some(i) = stored.iter().position(|v| 1.0 + (v - 1.0) != *v)
-            {
+            if let Some(i) = stored.iter().position(|v| !fits(v)) {
                 return Err(CheckpointError::IllegalWord {
                     shard: gguf.shard_of(t).name.clone(),
                     tensor: t.name.to_string(),
                     row: r,
                     column: i as u64,
                     offset: t.offset + r * t.row_bytes() + i as u64 * t.ty.block_bytes(),
-                    expected: "1 + w of a weight w that F32 holds",
+                    expected: match part.piece.values {
+                        Values::NegativeExp => "a negative finite number, -exp(a) of a finite a",
+                        _ => "1 + w of a finite weight w that F32 holds",
+                    },
                     found: format!("{}", stored[i]),
                 });
             }
@@ -508,6 +514,12 @@ impl Builder<'_> {
             return Err(fail(text));
         }
         let derived = head.piece.values != Values::Same;
+        if head.piece.values == Values::NegativeExp && stored.ty != GgmlType::F32 {
+            return Err(fail(format!(
+                "it is {}; -exp(A_log) is kept in F32, from less A_log does not come back",
+                stored.ty
+            )));
+        }
         if stored.ty == GgmlType::Nvfp4 && self.scaled {
             return self.push_nvfp4(&name, &shape, parts, 0, false);
         }

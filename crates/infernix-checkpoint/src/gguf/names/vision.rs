@@ -135,8 +135,10 @@ pub(crate) fn processor(gguf: &Gguf) -> Result<Value, CheckpointError> {
         out.insert(name.into(), tower[key].clone());
     }
     for name in ["image_mean", "image_std"] {
-        let list =
-            gguf.list(&format!("clip.vision.{name}"), "floating-point numbers", super::super::Value::float)?;
+        // Pixels are divided by the deviation.
+        let fits = |x: &f64| x.is_finite() && (name == "image_mean" || *x > 0.0);
+        let expected = "finite numbers, of image_std above 0";
+        let list = gguf.list(&format!("clip.vision.{name}"), expected, |v| v.float().filter(fits))?;
         if let Some(list) = list {
             out.insert(name.into(), json!(list.into_iter().map(shortest).collect::<Vec<_>>()));
         }
