@@ -22,29 +22,33 @@ impl Described {
     /// A configuration that is no model's or drafter's, or a drafter of another model.
     pub(crate) fn of(sources: &Sources) -> Result<Self, ConvertError> {
         let main = &sources.main().checkpoint;
-        let fail = |folder: &std::path::Path| {
-            let path = folder.join("config.json");
+        let fail = |checkpoint: &infernix_checkpoint::Checkpoint| {
+            // A GGUF model's configuration is made of its keys.
+            let path = match checkpoint.gguf() {
+                Some(gguf) => gguf.path().to_owned(),
+                None => checkpoint.folder().join("config.json"),
+            };
             move |source| ConvertError::Model { path, source }
         };
         let root = main.config()?;
         if DrafterConfig::describes(&root) {
-            let drafter = DrafterConfig::from_json(&root).map_err(fail(main.folder()))?;
+            let drafter = DrafterConfig::from_json(&root).map_err(fail(main))?;
             return Ok(Self { model: None, drafters: vec![drafter] });
         }
-        let model = ModelConfig::from_json(&config_json(sources)?).map_err(fail(main.folder()))?;
+        let model = ModelConfig::from_json(&config_json(sources)?).map_err(fail(main))?;
         let mut drafters = Vec::new();
         for source in sources.list() {
             let Some(component) = Component::from_name(&source.spec.role).filter(|c| c.is_block_drafter())
             else {
                 continue;
             };
-            let folder = source.checkpoint.folder();
-            let drafter = DrafterConfig::from_json(&source.checkpoint.config()?).map_err(fail(folder))?;
+            let checkpoint = &source.checkpoint;
+            let drafter = DrafterConfig::from_json(&checkpoint.config()?).map_err(fail(checkpoint))?;
             if drafter.component != component {
                 let reason = format!("the checkpoint is a {} drafter", drafter.component);
                 return Err(ConvertError::Source { role: source.spec.role.clone(), reason });
             }
-            drafter.fits(&model).map_err(fail(folder))?;
+            drafter.fits(&model).map_err(fail(checkpoint))?;
             drafters.push(drafter);
         }
         Ok(Self { model: Some(model), drafters })

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use infernix_artifact::Interrupt;
-use infernix_checkpoint::{Checkpoint, Dtype, Scheme, SourceTensor, TensorInfo};
+use infernix_checkpoint::{Checkpoint, CheckpointError, Dtype, Scheme, SourceTensor, TensorInfo};
 use infernix_formats::expert_bank::{self, BankShape, BlockFp8Planes, ExpertMatrix, Nvfp4Planes};
 use infernix_formats::scalar::{bf16_from_f32, bf16_to_f32, f16_from_f32, f16_to_f32};
 use infernix_formats::{
@@ -83,7 +83,7 @@ impl Fill<'_> {
                 let checkpoint = self.sources.checkpoint(*source);
                 let info = self.tensor(checkpoint, name)?;
                 let bytes = checkpoint.read_all(info)?;
-                self.check_direct(checkpoint, info, 1, 0, &bytes);
+                self.check_direct(checkpoint, info, 1, 0, &bytes)?;
                 let out = if object.method == Method::Widen { widened(info.dtype, &bytes) } else { bytes };
                 sink.write(0, &out)
             }
@@ -150,7 +150,8 @@ impl Fill<'_> {
         self.sources.weight(&WeightRef { source, name: matrix_name(prefix, expert, matrix) })
     }
 
-    /// Reports NaN words of a direct format, with tensor, row and column.
+    /// Reports NaN words of a direct format, with tensor, row and column. A vector (norm, decay, bias) must be finite: one
+    /// word without a value spoils every token.
     fn check_direct(
         &self,
         checkpoint: &Checkpoint,
@@ -158,7 +159,10 @@ impl Fill<'_> {
         k: u64,
         first_element: u64,
         bytes: &[u8],
-    ) {
+    ) -> Result<(), ConvertError> {
+        if info.shape.len() < 2 {
+            check_vector(checkpoint, info, first_element, bytes)?;
+        }
         let nan = |at: usize| {
             let element = first_element + at as u64;
             format!(
@@ -178,6 +182,7 @@ impl Fill<'_> {
         if count > 0 {
             self.notes.add(|| nan(first), count);
         }
+        Ok(())
     }
 
     fn bank(
@@ -344,7 +349,7 @@ impl Fill<'_> {
                 let end = elements.end.min(at + step);
                 buffer.resize(((end - at) * from) as usize, 0);
                 weight.checkpoint().read(info, at * from..end * from, &mut buffer)?;
-                self.check_direct(weight.checkpoint(), info, k, at, &buffer);
+                self.check_direct(weight.checkpoint(), info, k, at, &buffer)?;
                 if object.method == Method::Widen {
                     sink.write(offset, &widened(info.dtype, &buffer))?;
                 } else {
@@ -375,6 +380,8 @@ impl Fill<'_> {
             let end = rows.end.min(at.saturating_add(step));
             let mut values = Vec::new();
             if vector {
+                let info = weight.planes().weight;
+                check_vector(weight.checkpoint(), info, 0, &weight.checkpoint().read_all(info)?)?;
                 values.resize(weight.row_len() as usize, 0.0);
                 weight.decode_rows_f32(0..1, &mut values)?;
                 values = values[at as usize..end as usize].to_vec();
@@ -622,6 +629,31 @@ pub(crate) fn input_columns(weight: &SourceTensor<'_>) -> Vec<u8> {
     let heads = weight.stored_columns();
     let column = |i: u64| heads.as_ref().map_or(i, |h| h.source(i)) as u32;
     (0..weight.row_len()).flat_map(|i| column(i).to_le_bytes()).collect()
+}
+
+/// Refuses words of a vector that are not finite.
+fn check_vector(
+    checkpoint: &Checkpoint,
+    info: &TensorInfo,
+    first_element: u64,
+    bytes: &[u8],
+) -> Result<(), ConvertError> {
+    if !matches!(info.dtype, Dtype::Bf16 | Dtype::F16 | Dtype::F32) {
+        return Ok(());
+    }
+    let values = floats(info.dtype, bytes);
+    let Some(at) = values.iter().position(|v| !v.is_finite()) else { return Ok(()) };
+    let column = first_element + at as u64;
+    Err(CheckpointError::IllegalWord {
+        shard: checkpoint.shard_of(info).name.clone(),
+        tensor: info.name.to_string(),
+        row: 0,
+        column,
+        offset: info.offset + column * info.dtype.bits() / 8,
+        expected: "a finite number",
+        found: values[at].to_string(),
+    }
+    .into())
 }
 
 /// Count and first position of words that satisfy `is_nan`.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use infernix_artifact::{Component as ArtifactComponent, Proposal};
 use infernix_formats::Layout;
 use infernix_model::Component;
+use infernix_text::{GenerationDefaults, Template, TextError, Tokenizer};
 use serde_json::{Map, Value, json};
 
 use crate::ConvertError;
@@ -55,8 +56,9 @@ impl Builder<'_> {
                     if !value.is_object() {
                         return Err(fail("is no JSON object; fetch the file again".into()));
                     }
-                    self.check_processor(name, &value).map_err(fail)?;
+                    self.check_processor(name, &value).map_err(&fail)?;
                 }
+                self.check_text(name, &bytes).map_err(fail)?;
                 self.objects.push(PlannedObject {
                     id: format!("resource/{component}/{name}"),
                     parameters: Vec::new(),
@@ -75,12 +77,42 @@ impl Builder<'_> {
         Ok(())
     }
 
+    /// What the engine reads must be of use to it: better said here than when the model is served.
+    fn check_text(&mut self, name: &str, bytes: &[u8]) -> Result<(), String> {
+        let Some(vocab) = self.described.model.as_ref().map(|m| m.vocab) else { return Ok(()) };
+        match name {
+            "tokenizer.json" => {
+                let checkpoint = self.sources.resources(Component::Text);
+                let settings = checkpoint.file_bytes("tokenizer_config.json").map_err(|e| e.to_string())?;
+                self.warnings.extend(check_tokenizer(bytes, settings.as_deref(), vocab)?);
+            }
+            "generation_config.json" => check_generation(bytes, vocab)?,
+            "chat_template.jinja" => {
+                let text = std::str::from_utf8(bytes).map_err(|e| format!("is not UTF-8: {e}"))?;
+                if let Err(e) = Template::new(text) {
+                    self.warnings.push(format!("{e}; the model will answer no chat"));
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
     /// An image processor must cut patches as the tower expects them.
     fn check_processor(&self, name: &str, value: &Value) -> Result<(), String> {
         let vision = self.described.model.as_ref().and_then(|m| m.vision.as_ref());
         let (Some(v), true) = (vision, name.ends_with("preprocessor_config.json")) else {
             return Ok(());
         };
+        for key in ["image_mean", "image_std"] {
+            let Some(list) = value.get(key) else { continue };
+            let fits =
+                |x: &Value| x.as_f64().is_some_and(|x| x.is_finite() && (key == "image_mean" || x > 0.0));
+            if !list.as_array().is_some_and(|l| l.len() as u64 == v.channels && l.iter().all(fits)) {
+                let expected = format!("{} finite numbers, of image_std above 0", v.channels);
+                return Err(format!("{key} is {list:.80}, expected {expected}"));
+            }
+        }
         for (key, expected) in
             [("patch_size", v.patch), ("temporal_patch_size", v.temporal_patch), ("merge_size", v.merge)]
         {
@@ -148,6 +180,55 @@ impl Builder<'_> {
         }
         Ok((out, late))
     }
+}
+
+/// Whether a tokenizer is one that the engine reads and whose tokens have rows in the model's matrices; a warning where
+/// many rows have no token.
+///
+/// # Errors
+/// Why it is none.
+pub(crate) fn check_tokenizer(
+    bytes: &[u8],
+    settings: Option<&[u8]>,
+    vocab: u64,
+) -> Result<Option<String>, String> {
+    let tokenizer = Tokenizer::from_json(bytes, settings).map_err(|e| without_name(&e, "tokenizer.json"))?;
+    if tokenizer.merge_count() == 0 {
+        return Err("model.merges is empty, text would fall into bytes; fetch the file again".into());
+    }
+    let (count, end) = (tokenizer.token_count() as u64, u64::from(tokenizer.addressable()));
+    if end > vocab {
+        return Err(format!(
+            "token {} has no row: vocab_size is {vocab}; the files are of different models",
+            end - 1
+        ));
+    }
+    // Releases pad by a thousandth (248,077 tokens in 248,320 rows).
+    let sparse = count < vocab / 10 * 9;
+    Ok(sparse.then(|| format!("tokenizer.json has {count} tokens for a vocabulary of {vocab}")))
+}
+
+/// Whether generation defaults are in their ranges and name tokens of the model.
+///
+/// # Errors
+/// The field that is not.
+pub(crate) fn check_generation(bytes: &[u8], vocab: u64) -> Result<(), String> {
+    const FILE: &str = "generation_config.json";
+    let defaults = GenerationDefaults::from_json(bytes).map_err(|e| without_name(&e, FILE))?;
+    let ids = [("bos_token_id", defaults.bos), ("pad_token_id", defaults.pad)];
+    let ends = defaults.eos.iter().map(|id| ("eos_token_id", Some(*id)));
+    for (key, id) in ids.into_iter().chain(ends) {
+        if let Some(id) = id.filter(|id| u64::from(*id) >= vocab) {
+            return Err(format!("{key} is {id}, expected a token below {vocab}, the size of the vocabulary"));
+        }
+    }
+    Ok(())
+}
+
+/// An error's text behind a path that names the file already.
+fn without_name(e: &TextError, name: &str) -> String {
+    let text = e.to_string();
+    text.strip_prefix(&format!("{name}: ")).map_or(text.clone(), str::to_owned)
 }
 
 fn object(value: Value) -> Map<String, Value> {

@@ -23,6 +23,7 @@ use infernix_checkpoint::OpenOptions;
 use crate::ConvertError;
 use crate::exec::{step_bytes, thread_pool};
 use crate::progress::Progress;
+use crate::resources::{check_generation, check_tokenizer};
 use crate::sources::{SourceSpec, Sources};
 
 pub(crate) use tally::Errors;
@@ -112,6 +113,7 @@ pub fn verify(
         report.warnings.push("the artifact records no digests; only a checkpoint can prove its words".into());
     }
     check_words(&artifact, &mut report)?;
+    check_resources(&artifact, &mut report)?;
 
     let table = NgramTable::of(directory)
         .map_err(|reason| ConvertError::Verify { path: artifact.path().into(), reason })?;
@@ -223,6 +225,28 @@ fn check_words(artifact: &Artifact, report: &mut VerifyReport) -> Result<(), Con
                     .push(format!("object {}: {} bytes, its shape needs {bytes}", object.id, object.bytes));
             }
             Err(e) => report.problems.push(format!("object {}: {e}", object.id)),
+        }
+    }
+    Ok(())
+}
+
+/// A tokenizer and generation defaults that the engine can use. What is damaged was said already.
+fn check_resources(artifact: &Artifact, report: &mut VerifyReport) -> Result<(), ConvertError> {
+    let Some(text) = artifact.directory().components.get("text") else { return Ok(()) };
+    let Some(vocab) = text.config.get("vocab_size").and_then(serde_json::Value::as_u64) else {
+        return Ok(());
+    };
+    let read = |role: &str| -> Result<Option<Vec<u8>>, ConvertError> {
+        let present = text.resources.get(role).filter(|id| !report.corrupt_objects.contains(id));
+        Ok(present.map(|_| artifact.resource("text", role)).transpose()?)
+    };
+    let settings = read("tokenizer_config.json")?;
+    let tokenizer = read("tokenizer.json")?;
+    let tokenizer = tokenizer.map(|b| check_tokenizer(&b, settings.as_deref(), vocab).map(|_| ()));
+    let generation = read("generation_config.json")?.map(|b| check_generation(&b, vocab));
+    for (name, found) in [("tokenizer.json", tokenizer), ("generation_config.json", generation)] {
+        if let Some(Err(reason)) = found {
+            report.problems.push(format!("resource {name}: {reason}"));
         }
     }
     Ok(())

@@ -26,7 +26,7 @@ const FOLDERS: [(&str, &str, &str, &str); 5] = [
 const GGUFS: [&str; 3] = ["flash-demo-gguf", "flash-wide-gguf", "dense-demo-gguf"];
 
 #[track_caller]
-fn fails(source: &Path, words: &[&str]) {
+pub(crate) fn fails(source: &Path, words: &[&str]) {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("x.infernix");
     let error = match converted(&options(source, "auto", &out)) {
@@ -40,13 +40,13 @@ fn fails(source: &Path, words: &[&str]) {
 }
 
 /// Changes one file of a copy.
-fn spoil(folder: &Path, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+pub(crate) fn spoil(folder: &Path, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
     let mut bytes = std::fs::read(folder.join(name)).unwrap();
     change(&mut bytes);
     std::fs::write(folder.join(name), bytes).unwrap();
 }
 
-fn files(folder: &Path, extension: &str) -> Vec<String> {
+pub(crate) fn files(folder: &Path, extension: &str) -> Vec<String> {
     let mut out: Vec<String> = std::fs::read_dir(folder)
         .unwrap()
         .map(|e| e.unwrap().file_name().into_string().unwrap())
@@ -57,7 +57,10 @@ fn files(folder: &Path, extension: &str) -> Vec<String> {
 }
 
 /// Makes changed copies of a checkpoint in numbered folders.
-fn copies<'a>(checkpoint: &'a Path, dir: &'a Path) -> impl FnMut(&dyn Fn(&mut Tensors)) -> PathBuf + 'a {
+pub(crate) fn copies<'a>(
+    checkpoint: &'a Path,
+    dir: &'a Path,
+) -> impl FnMut(&dyn Fn(&mut Tensors)) -> PathBuf + 'a {
     let mut number = 0;
     move |change| {
         number += 1;

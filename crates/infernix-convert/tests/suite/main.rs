@@ -20,6 +20,7 @@ mod recipes;
 mod resume;
 mod sizes;
 mod tensors;
+mod values;
 
 /// The synthesiser of the development tool, for checkpoints that no fixture has.
 #[path = "../../../../xtask/src/synth/mod.rs"]

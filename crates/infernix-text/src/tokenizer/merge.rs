@@ -79,6 +79,10 @@ impl Merges {
         self.pairs.insert(key(left, right), (rank, merged));
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.pairs.len()
+    }
+
     fn get(&self, left: u32, right: u32) -> Option<(u32, u32)> {
         self.pairs.get(&key(left, right)).copied()
     }

@@ -241,6 +241,12 @@ impl Tokenizer {
         self.kinds.iter().flatten().count()
     }
 
+    /// Number of merges.
+    #[must_use]
+    pub fn merge_count(&self) -> usize {
+        self.merges.len()
+    }
+
     /// Whether the id stands for a token (holes and padding rows do not).
     #[must_use]
     pub fn is_token(&self, id: u32) -> bool {
