@@ -72,6 +72,8 @@ struct Loading {
     cpu: CpuOptions,
     vram_budget: usize,
     expert_ram: usize,
+    /// Bytes of state snapshots that a device keeps.
+    snapshots: usize,
     load: LoadOptions,
     kv: KvFormat,
     tokens: usize,
@@ -90,6 +92,7 @@ impl Loading {
             },
             vram_budget: open.vram_budget,
             expert_ram: open.expert_ram,
+            snapshots: 0,
             load: LoadOptions { activations: open.activations, ..LoadOptions::default() },
             kv: open.kv,
             tokens: 0,
@@ -112,6 +115,7 @@ impl Loading {
             device,
             budget: self.vram_budget,
             expert_ram: self.expert_ram,
+            snapshots: self.snapshots,
             ..CudaOptions::default()
         })
     }
@@ -141,6 +145,9 @@ pub(crate) fn start_engine(
         return Err(usage("--spec mtp: the artifact has no drafter"));
     }
     let mut loading = Loading { tokens, sequences: options.max_concurrency, ..Loading::new(open) };
+    if options.cache.enabled {
+        loading.snapshots = usize::try_from(options.cache.device_bytes).unwrap_or(usize::MAX);
+    }
     loading.load.drafter = spec.mode != SpecMode::Off && spec.draft_tokens != Some(0);
     loading.load.proposal_head = spec.proposal_head;
     let engine = match open.backend {

@@ -72,7 +72,8 @@ fn has_nvfp4_experts(source: &dyn WeightSource) -> bool {
             .is_ok_and(|w| w.parts.iter().any(|p| matches!(p.format, Format::Nvfp4 | Format::Nvfp4Mul)))
 }
 
-fn layout(c: &ModelConfig, drafter: bool) -> StateLayout {
+/// State of a model's layers; pages, slots and KV format are the driver's.
+pub(crate) fn layout(c: &ModelConfig, drafter: bool) -> StateLayout {
     let index = c.qsa.as_ref().map(|q| IndexDims {
         heads: q.heads as usize,
         dim: q.head_dim as usize,

@@ -9,6 +9,8 @@ mod rope;
 mod source;
 
 pub use artifact::ArtifactSource;
+#[cfg(test)]
+pub(crate) use load::layout;
 pub use load::{LoadOptions, load};
 pub use rope::table as rope_table;
 pub use source::{Binder, MemorySource, WeightSource};

@@ -3,6 +3,7 @@
 use super::blocks::FEW_ROWS;
 use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::CudaExperts;
+use super::plan::snapshots;
 use super::state::{CudaSnapshot, DeviceState};
 use super::vram::{CudaBuf, fault};
 use super::weights::{CudaWeight, put};
@@ -51,17 +52,16 @@ impl Backend for Cuda {
             state.reset(&self.stream, slot)?;
         }
         self.state = Some(state);
-        let identity: Vec<i32> = (0..1 << 16).collect();
-        let b = self.vram.take("rounds", 4 * identity.len())?;
-        b.write(0, &identity).map_err(fault)?;
-        self.identity = Some(b);
+        self.prepare_rounds()?;
         let mut lent = 0..0;
         if self.tiers.layers() > 0 {
-            // Experts get what activations leave.
+            // Experts get what snapshots and activations leave.
+            let state = self.state()?;
+            state.reserve_snapshots(&self.vram, snapshots(self.options.snapshots, &state.places))?;
             lent = self.arena.reserve(self.activations(self.options.prompt_rows))?;
             lent.start += self.round_activations(FEW_ROWS) as u64;
         }
-        self.tiers.place(&self.vram, &self.stream, 128 << 20, lent)?;
+        self.tiers.place(&self.vram, &self.stream, lent)?;
         self.start_workers()?;
         self.stream.synchronize().map_err(fault)
     }

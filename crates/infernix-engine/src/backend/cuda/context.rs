@@ -2,6 +2,7 @@
 
 use super::blocks::FEW_ROWS;
 use super::fused::Pending;
+use super::plan::{DECODE_ROWS, STAGE, activation_bytes, board_rows};
 use super::plans::Plans;
 use super::profile::Profile;
 use super::round::{Board, Round};
@@ -25,16 +26,11 @@ use rayon::prelude::*;
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// Rows of decode rounds that share one set of addresses, and with them graphs.
-const DECODE_ROWS: usize = 512;
 /// Tapes and graphs kept; the oldest go.
 const GRAPHS: usize = 48;
 
 /// Windows of this many rows keep the tile products busy and their activations within 1.5 GiB.
 const WINDOW: usize = 8192;
-
-/// Widths of the hidden state that a prompt row's activations take while its experts run, in BF16.
-const ROW_WIDTHS: usize = 26;
 
 /// How the backend runs.
 #[derive(Clone, Copy, Debug)]
@@ -54,6 +50,8 @@ pub struct CudaOptions {
     pub expert_ram: usize,
     /// Rows of the longest prompt call to keep memory for, where experts take the rest.
     pub prompt_rows: usize,
+    /// Bytes of snapshots that are kept in device memory at a time, besides one: memory that experts do not take.
+    pub snapshots: usize,
     /// Rows of a prompt call that are in work at a time: a longer one is walked layer by layer.
     pub window: usize,
     /// Threads that compute a share of the experts that decode rounds miss; none: as many as the processor can spare.
@@ -92,6 +90,7 @@ impl Default for CudaOptions {
             routing: None,
             expert_ram: 0,
             prompt_rows: WINDOW,
+            snapshots: 0,
             window: WINDOW,
             workers: None,
             lend: None,
@@ -332,11 +331,32 @@ impl Cuda {
         Ok(())
     }
 
-    /// Bytes of activations of a prompt call of `rows` rows. Most of a row's are its picks: packed inputs, hidden values and outputs.
+    /// What rounds need beside weights, state and activations, so that nothing has to be found for it later.
+    pub(super) fn prepare_rounds(&mut self) -> Result<(), EngineError> {
+        let (slots, pages, ngrams) = {
+            let l = &self.state()?.layout;
+            (l.slots, l.pages, !l.ple.is_empty())
+        };
+        let rows = [DECODE_ROWS, board_rows(self.options.prompt_rows)];
+        for (board, rows) in self.boards.iter_mut().zip(rows) {
+            *board = Some(Board::new(&self.vram, rows, slots, pages)?);
+        }
+        if ngrams {
+            let device = Some(self.vram.alloc("rounds", STAGE)?);
+            let host = self.vram.device.pinned(STAGE).map_err(fault)?;
+            self.stages[1].push(Stage { host, device });
+        }
+        let identity: Vec<i32> = (0..1 << 16).collect();
+        let b = self.vram.take("rounds", 4 * identity.len())?;
+        b.write(0, &identity).map_err(fault)?;
+        self.identity = Some(b);
+        // Rotary tables come with the first round.
+        self.vram.ready("weights", 1 << 20)
+    }
+
+    /// Bytes of activations of a prompt call of `rows` rows.
     pub(super) fn activations(&self, rows: usize) -> usize {
-        rows.min(self.options.window) * ROW_WIDTHS * self.hidden * 2
-            + rows * 4 * self.hidden * 2
-            + (128 << 20)
+        activation_bytes(rows, self.options.window, self.hidden)
     }
 
     /// The same of any round, as memory is taken back for it: a function of the rows, so that graphs keep to it. Tiles that each
@@ -910,7 +930,7 @@ impl Cuda {
             (i, at) = (i + 1, 0);
         }
         if i == stages.len() {
-            let size = bytes.next_power_of_two().max(1 << 20);
+            let size = bytes.next_power_of_two().max(STAGE);
             let host = self.vram.device.pinned(size).map_err(fault)?;
             let device = if decode { Some(self.vram.alloc("rounds", size)?) } else { None };
             stages.push(Stage { host, device });

@@ -13,6 +13,7 @@ mod experts;
 mod fused;
 mod ggml;
 mod int8;
+mod plan;
 mod plans;
 mod profile;
 mod round;

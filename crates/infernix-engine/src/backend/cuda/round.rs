@@ -85,12 +85,17 @@ impl Round {
 }
 
 impl Board {
+    /// Bytes of a board.
+    pub(super) fn bytes(rows: usize, lanes: usize, pitch: usize) -> usize {
+        4 * (7 * rows + 4 * lanes + 1 + lanes * pitch + 3 * WINDOWS + 64)
+    }
+
     /// Rounds of at most `rows` rows in `lanes` lanes of at most `pitch` pages.
     pub(super) fn new(vram: &Vram, rows: usize, lanes: usize, pitch: usize) -> Result<Self, EngineError> {
-        let words = 7 * rows + 4 * lanes + 1 + lanes * pitch + 3 * WINDOWS + 64;
+        let bytes = Board::bytes(rows, lanes, pitch);
         Ok(Board {
-            host: vram.device.pinned(4 * words).map_err(fault)?,
-            device: vram.alloc("rounds", 4 * words)?,
+            host: vram.device.pinned(bytes).map_err(fault)?,
+            device: vram.alloc("rounds", bytes)?,
             rows,
             lanes,
             pitch,

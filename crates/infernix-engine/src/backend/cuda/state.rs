@@ -6,8 +6,9 @@
 //! them is folded again from the recorded inputs.
 
 use super::vram::{Vram, fault};
+use crate::backend::GdnDims;
 use crate::error::EngineError;
-use crate::state::{KvFormat, PAGE_TOKENS, StateLayout};
+use crate::state::{AttentionLayout, KvFormat, PAGE_TOKENS, StateLayout};
 use infernix_cuda::DeviceBuffer;
 use infernix_cuda::kernels::attention::Paging;
 use infernix_cuda::kernels::attention8::Paging8;
@@ -42,18 +43,11 @@ pub(super) struct DeviceState {
     pooled: Vec<Option<DeviceBuffer>>,
     /// `[slot][half]`: delta rule states, their convolutions' columns, PLE columns.
     halves: DeviceBuffer,
-    half_bytes: usize,
-    gdn_at: Vec<(usize, usize)>,
-    ple_at: Vec<usize>,
     /// `[slot]`: rings of raw index keys and their positions.
     rings: DeviceBuffer,
-    ring_bytes: usize,
-    ring_at: Vec<Option<(usize, usize)>>,
     /// `[slot]`: inputs of recorded columns.
     records: DeviceBuffer,
-    record_bytes: usize,
-    gdn_record_at: Vec<usize>,
-    ple_record_at: Vec<usize>,
+    pub(super) places: Places,
     /// Current half of each slot.
     pub(super) half: Vec<usize>,
     /// Columns of the last decode round that are not committed.
@@ -87,6 +81,55 @@ impl Offsets {
         let at = self.0;
         self.0 = (at + bytes).next_multiple_of(256);
         at
+    }
+}
+
+/// Bytes of all pages of all layers.
+pub(super) fn paged_bytes(layout: &StateLayout) -> usize {
+    let int8 = layout.kv == KvFormat::Int8;
+    let one = |a: &AttentionLayout| {
+        let values = layout.pages * PAGE_TOKENS * a.kv_heads * a.head_dim;
+        let pooled = a.index.map_or(0, |i| layout.pages * PAGE_TOKENS / i.ratio * INDEX_DIM * 2);
+        2 * if int8 { values + values / 32 } else { 2 * values } + pooled
+    };
+    layout.attention.iter().map(one).sum()
+}
+
+/// Where the recurrent parts of a slot lie, in bytes.
+pub(super) struct Places {
+    half: usize,
+    gdn: Vec<(usize, usize)>,
+    ple: Vec<usize>,
+    ring: usize,
+    rings: Vec<Option<(usize, usize)>>,
+    record: usize,
+    gdn_record: Vec<usize>,
+    ple_record: Vec<usize>,
+}
+
+impl Places {
+    pub(super) fn of(layout: &StateLayout) -> Self {
+        let (mut half, mut record, mut ring) = (Offsets::default(), Offsets::default(), Offsets::default());
+        let gdn = layout.gdn.iter();
+        let gdn = gdn.map(|d| (half.take(d.value_heads << 16), half.take(3 * d.channels() * 2))).collect();
+        let ple = layout.ple.iter().map(|p| half.take(p.columns * p.width * 2)).collect();
+        let inputs = |d: &GdnDims| COLUMNS * (d.channels() + 2 * d.value_heads) * 2;
+        let gdn_record = layout.gdn.iter().map(|d| record.take(inputs(d))).collect();
+        let ple_record = layout.ple.iter().map(|p| record.take(COLUMNS * p.width * 2)).collect();
+        let keys = |ring: &mut Offsets| (ring.take(RING * INDEX_DIM * 2), ring.take(RING * 3 * 4));
+        let rings = layout.attention.iter().map(|a| a.index.map(|_| keys(&mut ring))).collect();
+        let (half, ring, record) = (half.0, ring.0, record.0);
+        Places { half, gdn, ple, ring, rings, record, gdn_record, ple_record }
+    }
+
+    /// Bytes of a slot: both halves, rings and records.
+    pub(super) fn slot(&self) -> usize {
+        2 * self.half + self.ring + self.record
+    }
+
+    /// Bytes of a snapshot.
+    pub(super) fn snapshot(&self) -> usize {
+        self.half + self.ring
     }
 }
 
@@ -132,50 +175,35 @@ impl DeviceState {
                 None => None,
             });
         }
-        let (mut half, mut record, mut ring) = (Offsets::default(), Offsets::default(), Offsets::default());
-        let gdn_at = layout
-            .gdn
-            .iter()
-            .map(|d| (half.take(d.value_heads << 16), half.take(3 * d.channels() * 2)))
-            .collect();
-        let ple_at = layout.ple.iter().map(|p| half.take(p.columns * p.width * 2)).collect();
-        let gdn_record_at = layout
-            .gdn
-            .iter()
-            .map(|d| record.take(COLUMNS * (d.channels() + 2 * d.value_heads) * 2))
-            .collect();
-        let ple_record_at = layout.ple.iter().map(|p| record.take(COLUMNS * p.width * 2)).collect();
-        let ring_at = layout
-            .attention
-            .iter()
-            .map(|a| a.index.map(|_| (ring.take(RING * INDEX_DIM * 2), ring.take(RING * 3 * 4))))
-            .collect();
         let slots = layout.slots;
+        let places = Places::of(layout);
         Ok(DeviceState {
             layout: layout.clone(),
             kv,
             kv_scales,
             pooled,
-            halves: vram.alloc("recurrent state", slots * 2 * half.0)?,
-            half_bytes: half.0,
-            gdn_at,
-            ple_at,
-            rings: vram.alloc("recurrent state", slots * ring.0)?,
-            ring_bytes: ring.0,
-            ring_at,
-            records: vram.alloc("recurrent state", slots * record.0)?,
-            record_bytes: record.0,
-            gdn_record_at,
-            ple_record_at,
+            halves: vram.alloc("recurrent state", slots * 2 * places.half)?,
+            rings: vram.alloc("recurrent state", slots * places.ring)?,
+            records: vram.alloc("recurrent state", slots * places.record)?,
+            places,
             half: vec![0; slots],
             recorded: vec![0; slots],
             spare: Arc::default(),
         })
     }
 
+    /// Takes memory for `n` snapshots, so that they find it when the rest of the device's memory is in use.
+    pub(super) fn reserve_snapshots(&self, vram: &Vram, n: usize) -> Result<(), EngineError> {
+        for _ in 0..n {
+            let memory = vram.alloc("snapshots", self.snapshot_bytes())?;
+            self.spare.lock().unwrap_or_else(|e| e.into_inner()).push(memory);
+        }
+        Ok(())
+    }
+
     /// Bytes of a snapshot.
     pub(super) fn snapshot_bytes(&self) -> usize {
-        self.half_bytes + self.ring_bytes
+        self.places.snapshot()
     }
 
     /// A snapshot's words.
@@ -264,11 +292,11 @@ impl DeviceState {
     }
 
     fn current(&self, slot: usize) -> u64 {
-        self.halves.at((2 * slot + self.half[slot]) * self.half_bytes)
+        self.halves.at((2 * slot + self.half[slot]) * self.places.half)
     }
 
     fn ring_of(&self, slot: usize) -> u64 {
-        self.rings.at(slot * self.ring_bytes)
+        self.rings.at(slot * self.places.ring)
     }
 
     pub(super) fn reset(
@@ -277,7 +305,7 @@ impl DeviceState {
         slot: usize,
     ) -> Result<(), EngineError> {
         self.recorded[slot] = 0;
-        stream.zero(self.current(slot), self.half_bytes).map_err(fault)
+        stream.zero(self.current(slot), self.places.half).map_err(fault)
     }
 
     pub(super) fn save(
@@ -287,8 +315,8 @@ impl DeviceState {
         slot: usize,
     ) -> Result<CudaSnapshot, EngineError> {
         let memory = self.snapshot_memory(vram)?;
-        stream.copy(memory.ptr(), self.current(slot), self.half_bytes).map_err(fault)?;
-        stream.copy(memory.at(self.half_bytes), self.ring_of(slot), self.ring_bytes).map_err(fault)?;
+        stream.copy(memory.ptr(), self.current(slot), self.places.half).map_err(fault)?;
+        stream.copy(memory.at(self.places.half), self.ring_of(slot), self.places.ring).map_err(fault)?;
         Ok(CudaSnapshot(Arc::new(Saved { memory: Some(memory), spare: self.spare.clone() })))
     }
 
@@ -300,8 +328,8 @@ impl DeviceState {
     ) -> Result<(), EngineError> {
         self.recorded[slot] = 0;
         let Some(m) = &from.0.memory else { return Ok(()) };
-        stream.copy(self.current(slot), m.ptr(), self.half_bytes).map_err(fault)?;
-        stream.copy(self.ring_of(slot), m.at(self.half_bytes), self.ring_bytes).map_err(fault)
+        stream.copy(self.current(slot), m.ptr(), self.places.half).map_err(fault)?;
+        stream.copy(self.ring_of(slot), m.at(self.places.half), self.places.ring).map_err(fault)
     }
 
     pub(super) fn copy_page(
@@ -319,36 +347,36 @@ impl DeviceState {
     }
 
     pub(super) fn gdn(&self, id: usize) -> GdnAt {
-        let (state, conv) = self.gdn_at[id];
+        let (state, conv) = self.places.gdn[id];
         GdnAt {
             state: self.halves.at(state),
-            state_stride: self.half_bytes / 4,
+            state_stride: self.places.half / 4,
             conv: self.halves.at(conv),
-            conv_stride: self.half_bytes / 2,
-            record: self.records.at(self.gdn_record_at[id]),
-            record_stride: self.record_bytes / 2,
+            conv_stride: self.places.half / 2,
+            record: self.records.at(self.places.gdn_record[id]),
+            record_stride: self.places.record / 2,
         }
     }
 
     /// Kept columns of a PLE layer and its record (address, elements between slots).
     pub(super) fn ple(&self, id: usize, taps: usize, dilation: usize) -> (PleState, (u64, usize)) {
         let state = PleState {
-            ptr: self.halves.at(self.ple_at[id]),
-            stride: self.half_bytes / 2,
+            ptr: self.halves.at(self.places.ple[id]),
+            stride: self.places.half / 2,
             width: self.layout.ple[id].width,
             taps,
             dilation,
         };
-        (state, (self.records.at(self.ple_record_at[id]), self.record_bytes / 2))
+        (state, (self.records.at(self.places.ple_record[id]), self.places.record / 2))
     }
 
     pub(super) fn ring(&self, id: usize) -> Option<IndexRing> {
-        let (keys, positions) = self.ring_at[id]?;
+        let (keys, positions) = self.places.rings[id]?;
         Some(IndexRing {
             keys: self.rings.at(keys),
-            stride: self.ring_bytes / 2,
+            stride: self.places.ring / 2,
             positions: self.rings.at(positions),
-            positions_stride: self.ring_bytes / 4,
+            positions_stride: self.places.ring / 4,
         })
     }
 

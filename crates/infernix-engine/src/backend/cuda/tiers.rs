@@ -8,6 +8,7 @@
 
 use super::context::Routing;
 use super::disk::Disk;
+use super::plan::{Frames, HEADROOM};
 use super::vram::{Vram, fault};
 use super::workers::Matrices;
 use crate::backend::weights::Bytes;
@@ -19,9 +20,6 @@ use infernix_cuda::driver::{Event, PinnedBuffer, Registered, Stream};
 use infernix_cuda::kernels::zipf::ZipfRoute;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// A ring half holds this much more than the evenly spread absent records of a layer.
-const RING_SLACK: f64 = 1.15;
 
 /// Records whose copies tell the link's rate.
 const MEASURED: usize = 64;
@@ -207,52 +205,21 @@ impl Tiers {
         bank.host.as_ref().map_or(0, |h| h.device_ptr() + at)
     }
 
-    /// Gives frames to experts, keeping `reserve` bytes free, and fills them. `arena`: addresses of activations that
-    /// only prompts use.
+    /// Gives frames to experts, in what all else has left, and fills them. `arena`: addresses of activations that only prompts use.
     pub(super) fn place(
         &mut self,
         vram: &Vram,
         stream: &Stream,
-        reserve: usize,
         arena: Range<u64>,
     ) -> Result<(), EngineError> {
         let n = self.total();
         if n == 0 {
             return Ok(());
         }
-        let room = vram.left()?.saturating_sub(reserve) / self.frame;
-        let layers = self.banks.len();
-        let most = self.banks.iter().map(|b| b.experts.len()).max().unwrap_or(0);
-        let (frames, ring) = match self.placement {
-            Placement::Auto if room >= n => (n, 0),
-            Placement::Frames(f) if f >= n => (n, 0),
-            Placement::Auto => {
-                // frames + 2 halves of slack * (most - frames / layers) records fill the room.
-                let share = 1.0 - 2.0 * RING_SLACK / layers as f64;
-                let f = (room as f64 - 2.0 * RING_SLACK * most as f64) / share;
-                if f < 0.0 {
-                    return Err(EngineError::Unsupported(format!(
-                        "room for {room} expert records of {} KiB, but streaming a layer needs {}; raise \
-                         --vram-budget-mib",
-                        self.frame >> 10,
-                        (2.0 * RING_SLACK * most as f64) as usize
-                    )));
-                }
-                let f = (f as usize).min(n);
-                (f, (RING_SLACK * (most as f64 - f as f64 / layers as f64)).ceil() as usize)
-            }
-            Placement::Frames(f) => (f, most),
-            Placement::RandomHalf(_) => (n / 2, most),
-            Placement::Host => (0, most),
-        };
-        // Host memory that does not hold what device memory leaves: the rest stays on disk. A layer of a prompt then goes through
-        // the ring whole.
-        let from_disk = self.ram > 0 && (n - frames) * self.record > self.ram;
-        let (frames, ring) = match (from_disk, self.placement) {
-            (true, Placement::Auto) => (room.saturating_sub(2 * most).min(frames), most),
-            (true, _) => (frames, most),
-            _ => (frames, ring.min(most)),
-        };
+        let banks: Vec<usize> = self.banks.iter().map(|b| b.experts.len()).collect();
+        let room = vram.left()?.saturating_sub(HEADROOM);
+        let Frames { own: frames, ring, from_disk } =
+            Frames::plan(self.placement, room, &banks, (self.record, self.frame), self.ram)?;
         let memory = vram.alloc("expert frames", frames * self.frame)?;
         self.places = (0..frames).map(|f| memory.at(f * self.frame)).collect();
         if frames < n {

@@ -73,8 +73,8 @@ impl Vram {
         let total = l.total() + bytes;
         if l.budget > 0 && total > l.budget {
             return Err(EngineError::Unsupported(format!(
-                "{what} would bring device memory to {} MiB, the budget is {} MiB ({}); raise --vram-budget-mib or \
-                 shorten the context",
+                "{what} would bring device memory to {} MiB, the budget is {} MiB ({}); raise --vram-budget-mib, \
+                 shorten the context or keep fewer snapshots there",
                 total.div_ceil(1 << 20),
                 l.budget >> 20,
                 l.used.iter().map(|(k, v)| format!("{k} {} MiB", v >> 20)).collect::<Vec<_>>().join(", ")
@@ -88,6 +88,15 @@ impl Vram {
     pub(super) fn alloc(&self, what: &'static str, bytes: usize) -> Result<DeviceBuffer, EngineError> {
         self.book(what, bytes)?;
         self.device.alloc(bytes).map_err(fault)
+    }
+
+    /// Makes sure that the next `bytes` of small parts need no other allocation.
+    pub(super) fn ready(&self, what: &'static str, bytes: usize) -> Result<(), EngineError> {
+        let mut chunk = lock(&self.chunk);
+        if chunk.as_ref().is_none_or(|(_, used)| used + bytes > CHUNK) {
+            *chunk = Some((Arc::new(self.alloc(what, CHUNK)?), 0));
+        }
+        Ok(())
     }
 
     /// A part of a shared allocation, or one of its own if it is large.
