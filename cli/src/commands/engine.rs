@@ -16,9 +16,14 @@ use infernix_engine::ngram::{NgramOptions, open_ngram};
 use infernix_engine::sched::{CacheOptions, Engine, EngineOptions, SpecMode, SpecOptions};
 use infernix_engine::state::KvFormat;
 use infernix_measure::bench::machine::free_memory;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// How a prefix cache and a trace begin.
+const CACHE_START: &[u8] = b"INFXPFXC";
+const TRACE_START: &[u8] = b"{\"infernix_trace\":";
 
 /// Work that runs on any backend.
 pub(crate) trait Task {
@@ -269,6 +274,30 @@ pub(crate) fn spare_the_model(flag: &str, path: Option<&Path>, open: &OpenModel)
     Ok(())
 }
 
+/// Refuses to write a trace over a file that is none.
+pub(crate) fn spare_foreign_trace(path: Option<&Path>) -> anyhow::Result<()> {
+    spare_foreign("--record-trace", path, TRACE_START)
+}
+
+/// Refuses to write over a file that this program did not write: such a file begins with `own`, or is empty.
+fn spare_foreign(flag: &str, path: Option<&Path>, own: &[u8]) -> anyhow::Result<()> {
+    let Some(path) = path else { return Ok(()) };
+    // A device is no file that could be lost, and whether a file can be written shows when it is.
+    let Some(file) = std::fs::File::open(path).ok().filter(|f| f.metadata().is_ok_and(|m| m.is_file()))
+    else {
+        return Ok(());
+    };
+    let mut start = Vec::new();
+    file.take(own.len() as u64).read_to_end(&mut start)?;
+    if !start.is_empty() && start != own {
+        return Err(usage(format!(
+            "{flag}: {} is another kind of file and is not written over",
+            path.display()
+        )));
+    }
+    Ok(())
+}
+
 /// Refuses flags that cannot hold together, and files that would overwrite each other.
 fn contradictions(sched: &SchedArgs, spec: &SpecArgs, open: &OpenModel) -> anyhow::Result<()> {
     let drafts = |n: AutoNumber| n.0.is_some_and(|n| n > 0);
@@ -293,6 +322,8 @@ fn contradictions(sched: &SchedArgs, spec: &SpecArgs, open: &OpenModel) -> anyho
     }
     spare_the_model("--record-trace", sched.record_trace.as_deref(), open)?;
     spare_the_model("--prefix-cache-file", sched.prefix_cache_file.as_deref(), open)?;
+    spare_foreign_trace(sched.record_trace.as_deref())?;
+    spare_foreign("--prefix-cache-file", sched.prefix_cache_file.as_deref(), CACHE_START)?;
     match (&sched.record_trace, &sched.prefix_cache_file) {
         (Some(a), Some(b)) if same(a, b) => {
             Err(usage("--record-trace and --prefix-cache-file name the same file"))
@@ -305,4 +336,27 @@ fn contradictions(sched: &SchedArgs, spec: &SpecArgs, open: &OpenModel) -> anyho
 pub(crate) fn print_ledger(ledger: &Ledger) {
     let lines: Vec<_> = ledger.lines().iter().map(|(what, mib)| format!("{what} {mib} MiB")).collect();
     crate::output::note(&format!("device memory: {}", lines.join(", ")));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_other_programs_are_not_written_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        let asked = |text: &[u8]| {
+            std::fs::write(&path, text).unwrap();
+            spare_foreign("--prefix-cache-file", Some(&path), CACHE_START)
+        };
+        for foreign in [&b"notes"[..], b"INFX", b"root:x:0:0:root"] {
+            assert!(asked(foreign).is_err(), "{foreign:?}");
+        }
+        assert!(asked(b"").is_ok() && asked(b"INFXPFXC damaged").is_ok());
+        std::fs::remove_file(&path).unwrap();
+        assert!(spare_foreign("--prefix-cache-file", Some(&path), CACHE_START).is_ok());
+        std::fs::write(&path, b"{\"infernix_trace\":1,").unwrap();
+        assert!(spare_foreign_trace(Some(&path)).is_ok());
+    }
 }

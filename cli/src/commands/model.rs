@@ -1,13 +1,14 @@
 //! One rule finds the model for every command, and one place opens it.
 
 use super::convert::interrupt;
+use crate::INTERRUPTED;
 use crate::args::{KvDtype, ModelArgs, ProgressMode};
 use crate::output::{self, usage};
 use crate::progress::Reporter;
 use anyhow::{Context as _, bail};
-use infernix_artifact::{Artifact, Interrupt};
+use infernix_artifact::{Artifact, ArtifactError, Interrupt};
 use infernix_checkpoint::{Checkpoint, OpenOptions};
-use infernix_convert::{ConvertOptions, Recipe, RunOptions};
+use infernix_convert::{ConvertError, ConvertOptions, Recipe, RunOptions};
 use infernix_engine::backend::ActivationPolicy;
 use infernix_engine::state::KvFormat;
 use infernix_text::{ChatFormat, Resources, Tokenizer};
@@ -15,6 +16,8 @@ use std::env;
 use std::io::{self, IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// Conversions above this size are asked for on a terminal.
 const ASK_ABOVE_BYTES: u64 = 2_000_000_000;
@@ -83,14 +86,37 @@ fn resolve(path: &Path, yes: bool, progress: ProgressMode) -> anyhow::Result<Pat
         return Ok(path.to_owned());
     }
     let output = cached_name(path)?;
-    if output.is_file() {
-        return Ok(output);
+    let mut waiting = false;
+    loop {
+        if output.is_file() {
+            return Ok(output);
+        }
+        match convert_once(path, &output, yes, progress) {
+            Err(e) if is_in_use(&e) => {
+                // Another process had the same model to convert.
+                if !std::mem::replace(&mut waiting, true) {
+                    output::note(&format!("{e:#}; waiting for it"));
+                }
+                if INTERRUPTED.load(Ordering::Relaxed) {
+                    bail!("interrupted");
+                }
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            other => return other.map(|()| output),
+        }
     }
+}
+
+fn is_in_use(e: &anyhow::Error) -> bool {
+    matches!(e.downcast_ref(), Some(ConvertError::Artifact(ArtifactError::Locked { .. })))
+}
+
+fn convert_once(path: &Path, output: &Path, yes: bool, progress: ProgressMode) -> anyhow::Result<()> {
     let folder = output.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).with_context(|| format!("{} cannot be created", folder.display()))?;
-    let mut options = ConvertOptions::new(path, Recipe::load("auto")?, &output);
+    let mut options = ConvertOptions::new(path, Recipe::load("auto")?, output);
     // An interrupted first use goes on where it stopped.
-    options.resume = infernix_artifact::state_folder(&output).is_dir();
+    options.resume = infernix_artifact::state_folder(output).is_dir();
     let plan = infernix_convert::plan(&options)?;
     let size = plan.disk_needed_bytes();
     output::note(&format!(
@@ -104,7 +130,7 @@ fn resolve(path: &Path, yes: bool, progress: ProgressMode) -> anyhow::Result<Pat
     }
     let run = RunOptions::new(Interrupt::new(interrupt()));
     infernix_convert::convert(&plan, &Reporter::new(progress), &run)?;
-    Ok(output)
+    Ok(())
 }
 
 fn confirmed() -> anyhow::Result<bool> {
@@ -116,7 +142,7 @@ fn confirmed() -> anyhow::Result<bool> {
     Ok(matches!(line.trim(), "y" | "Y" | "yes"))
 }
 
-/// Where the conversion of a checkpoint lives: named by the folder and by what its headers and configuration say, so
+/// Where the conversion of a checkpoint lives: named by the folder (a GGUF model by its first part) and by what its headers and configuration say, so
 /// that a changed checkpoint is converted anew.
 fn cached_name(path: &Path) -> anyhow::Result<PathBuf> {
     let checkpoint = Checkpoint::open(path, &OpenOptions::default())?;
@@ -137,8 +163,13 @@ fn cached_name(path: &Path) -> anyhow::Result<PathBuf> {
         key.extend(checkpoint.file_bytes(name)?.unwrap_or_default());
     }
     let digest = infernix_artifact::Digest::of(&key).to_string();
-    let folder = path.canonicalize()?;
-    let stem = folder.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    // A GGUF model may be given by its folder or by any of its parts.
+    let first = checkpoint.shards().first().map_or("", |s| s.name.as_str());
+    let named = match first.strip_suffix(".gguf") {
+        Some(name) => PathBuf::from(name.split("-00001-of-").next().unwrap_or(name)),
+        None => path.canonicalize()?,
+    };
+    let stem = named.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     Ok(user_cache()?.join(format!("{stem}-{}.infernix", &digest[..12])))
 }
 

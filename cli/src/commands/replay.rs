@@ -57,9 +57,12 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
         order.push(&arms[0]);
     }
     let mut played = Vec::new();
-    // A disk that fills up costs files, not the figures of a long run: they are printed, and the error ends the command.
-    let mut unwritten = None;
+    // What was played is reported, whatever ends the rest: an arm that does not start, Ctrl-C, a disk that fills up.
+    let mut failure = None;
     for (i, arm) in order.iter().enumerate() {
+        if INTERRUPTED.load(std::sync::atomic::Ordering::Relaxed) {
+            break;
+        }
         output::note(&format!("{}: starting", arm.name));
         let folder = args.out.as_ref().map(|o| o.join(format!("{}-{}", i + 1, file_name(&arm.name))));
         if let Some(f) = &folder {
@@ -67,7 +70,15 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
         }
         let log = folder.as_ref().map(|f| f.join("serve.log"));
         let patience = Duration::from_secs(args.load_timeout);
-        let server = Server::start(arm, key.clone(), log.as_deref(), budget, patience, &INTERRUPTED)?;
+        let server = match Server::start(arm, key.clone(), log.as_deref(), budget, patience, &INTERRUPTED) {
+            Ok(server) => server,
+            Err(e) => {
+                output::warn(&e.to_string());
+                played.extend(seeds.iter().map(|&seed| not_played(arm, seed, e.to_string())));
+                failure.get_or_insert(anyhow::Error::from(e));
+                continue;
+            }
+        };
         let limit = server.endpoint.context_limit().map(|l| usize::try_from(l).unwrap_or(FULL_CONTEXT));
         // The first server's limit holds for all: every arm gets the same plan.
         let wanted = *context.get_or_insert(limit.unwrap_or(FULL_CONTEXT).min(FULL_CONTEXT));
@@ -78,15 +89,24 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
             plans = Some(make_plans(args, &seeds, wanted)?);
         }
         for plan in plans.iter().flatten() {
-            let one = play_one(args, arm, &server, plan)?;
+            let one = play_one(args, arm, &server, plan);
             if let Some(folder) = &folder
                 && let Err(e) = write_rows(&folder.join(format!("seed-{}", plan.seed)), arm, plan, &one.run)
             {
                 output::warn(&output::error_text(&e));
-                unwritten = Some(e);
+                failure.get_or_insert(e);
             }
+            let stopped = one.run.ended.clone().or_else(|| one.exceeded.clone());
             played.push(one);
+            if let Some(why) = stopped {
+                // Its server is gone, or nobody waits for it.
+                failure.get_or_insert(anyhow::anyhow!("{}: {why}", arm.name));
+                break;
+            }
         }
+    }
+    if played.iter().all(|p| p.run.rows.is_empty()) {
+        return Err(failure.unwrap_or_else(|| anyhow::anyhow!("nothing was played")));
     }
     let report = Report {
         command: output::command_line(),
@@ -96,7 +116,21 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
         machine: Machine::this(),
     };
     let outcome = finish(args, &report)?;
-    unwritten.map_or(Ok(outcome), Err)
+    failure.map_or(Ok(outcome), Err)
+}
+
+/// An arm that did not start.
+fn not_played(arm: &Arm, seed: u64, why: String) -> Played {
+    Played {
+        arm: arm.name.clone(),
+        model: String::new(),
+        seed,
+        run: Run { ended: Some(why), ..Run::default() },
+        peak_ram_mib: None,
+        peak_vram_mib: None,
+        peak_sm_mhz: None,
+        exceeded: None,
+    }
 }
 
 fn record(args: &RecordArgs) -> anyhow::Result<Outcome> {
@@ -226,7 +260,7 @@ fn write_plan(folder: &Path, plan: &Plan) -> anyhow::Result<()> {
         .with_context(|| format!("{}: writing", path.display()))
 }
 
-fn play_one(args: &ReplayArgs, arm: &Arm, server: &Server, plan: &Plan) -> anyhow::Result<Played> {
+fn play_one(args: &ReplayArgs, arm: &Arm, server: &Server, plan: &Plan) -> Played {
     let total = plan.counts().requests + plan.counts().aborted;
     let done = std::sync::atomic::AtomicUsize::new(0);
     let progress = |r: &Row| {
@@ -240,8 +274,8 @@ fn play_one(args: &ReplayArgs, arm: &Arm, server: &Server, plan: &Plan) -> anyho
     };
     let timeout = Duration::from_secs(args.timeout);
     let options = RunOptions { timeout, interrupted: &INTERRUPTED, omit: &args.omit, progress: &progress };
-    let run = play(plan, &server.endpoint, options)?;
-    Ok(Played {
+    let run = play(plan, &server.endpoint, options);
+    Played {
         arm: arm.name.clone(),
         model: server.endpoint.shown_model().to_owned(),
         seed: plan.seed,
@@ -250,7 +284,7 @@ fn play_one(args: &ReplayArgs, arm: &Arm, server: &Server, plan: &Plan) -> anyho
         peak_vram_mib: server.peak_vram_mib(),
         peak_sm_mhz: server.peak_sm_mhz(),
         exceeded: server.exceeded().map(str::to_owned),
-    })
+    }
 }
 
 /// The plan and the rows of one run.

@@ -12,7 +12,9 @@ pub(crate) fn run(args: &ReportArgs) -> anyhow::Result<Outcome> {
     }
     let mut documents = Vec::new();
     for path in &args.files {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        // A replay's document is known by its folder.
+        let named = if path.ends_with("summary.json") { path.parent().unwrap_or(path) } else { path };
+        let name = named.file_name().or(path.file_name()).unwrap_or_default().to_string_lossy().into_owned();
         documents.push((name, super::files::read_json(path)?));
     }
     let page = page(&args.title, &documents)?;

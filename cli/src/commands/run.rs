@@ -87,6 +87,8 @@ fn first_turn(args: &RunArgs) -> anyhow::Result<Option<Turn>> {
         None => {
             let mut text = String::new();
             io::stdin().read_to_string(&mut text).context("standard input is not UTF-8 text")?;
+            // The end of the line that `echo` writes is not part of the prompt.
+            text.truncate(text.strip_suffix('\n').map_or(text.len(), str::len));
             text
         }
     };

@@ -151,7 +151,7 @@ fn run(server: &Fake, scale: f64, seed: u64) -> (Run, Endpoint, infernix_measure
         omit: &[],
         progress: &|_| {},
     };
-    let run = play(&plan, &endpoint, options).unwrap();
+    let run = play(&plan, &endpoint, options);
     (run, endpoint, plan)
 }
 
@@ -342,7 +342,7 @@ fn recorded_traffic_plays_again() {
     let go_on = AtomicBool::new(false);
     let options =
         RunOptions { timeout: Duration::from_secs(5), interrupted: &go_on, omit: &[], progress: &|_| {} };
-    assert_eq!(play(&plan, &endpoint, options).unwrap().rows.len(), 2);
+    assert_eq!(play(&plan, &endpoint, options).rows.len(), 2);
     let away = "0.0.0.0:1".parse().unwrap();
     assert!(proxy::record(&server.url, away, &go_on, |_| {}).is_err(), "a recorder never listens elsewhere");
 }

@@ -2,7 +2,7 @@
 
 use super::{Found, Weights, finish, report, settings};
 use crate::args::{BenchArgs, ConstraintArgs, Spec};
-use crate::commands::engine::{draft_tokens, spare_the_model, start_engine};
+use crate::commands::engine::{draft_tokens, spare_foreign_trace, spare_the_model, start_engine};
 use crate::commands::files::read_json;
 use crate::commands::model::BackendKind;
 use crate::output::usage;
@@ -51,6 +51,7 @@ pub(super) fn run(
     if let Some(open) = &found.open {
         spare_the_model("--record-trace", args.record_trace.as_deref(), open)?;
     }
+    spare_foreign_trace(args.record_trace.as_deref())?;
     let count = args.concurrency.unwrap_or(1) as usize;
     let spec = args.spec.unwrap_or(Spec::Off);
     let format = found.open.as_ref().map(|o| o.chat_format()).transpose()?;

@@ -186,7 +186,10 @@ impl Endpoint {
         let sent = Instant::now();
         let mut exchange =
             Exchange { sent, pieces: Vec::new(), done: sent, answer: Answer::default(), failure: None };
-        exchange.failure = self.receive(path, &bytes, limit, &mut exchange).err();
+        let most = body["max_tokens"].as_u64();
+        let received = self.receive(path, &bytes, limit, &mut exchange);
+        exchange.failure =
+            received.and_then(|()| plausible(&exchange, most).map_err(Failure::Protocol)).err();
         exchange.done = Instant::now();
         exchange
     }
@@ -230,6 +233,23 @@ impl Endpoint {
         }
         grammar.finish(&exchange.answer).map_err(Failure::Protocol)
     }
+}
+
+/// Refuses token counts that the request and the stream contradict: rates made from them would be wrong.
+fn plausible(x: &Exchange, most: Option<u64>) -> std::result::Result<(), String> {
+    let Some(usage) = x.answer.usage else { return Ok(()) };
+    let pieces = x.pieces.len() as u64;
+    if usage.prompt == 0 {
+        return Err("usage: a prompt of 0 tokens".into());
+    }
+    if let Some(most) = most.filter(|most| usage.completion > *most) {
+        return Err(format!("usage: {} completion tokens, {most} were asked for", usage.completion));
+    }
+    // A token may show in several pieces (the name of a call and its brackets), but not in very many.
+    if pieces > 4 * usage.completion + 16 || (usage.completion == 0 && pieces > 0) {
+        return Err(format!("usage: {} completion tokens in {pieces} pieces", usage.completion));
+    }
+    Ok(())
 }
 
 fn network(e: ureq::Error) -> Failure {

@@ -282,8 +282,8 @@ mod tests {
                 row("B", Class::Loop, (20.0, 21.0, 25.0), (4_000, 0, 11)),
                 row("explore-1", Class::SubagentLoop, (20.5, 22.0, 26.0), (5_000, 4_000, 11)),
             ],
-            notes: Vec::new(),
             wall: 120.0,
+            ..Run::default()
         }
     }
 
@@ -335,7 +335,7 @@ mod tests {
                 row("A", Class::Loop, (t, t + 1.0 + f64::from(i % 7) / 7.0, t + 5.0), (100, 50, 20))
             })
             .collect();
-        let r = Run { rows, notes: Vec::new(), wall: 1.0 };
+        let r = Run { rows, wall: 1.0, ..Run::default() };
         let i = intervals(&r);
         let m = figures(&r, &HashSet::new(), &HashSet::new())["ttft_mean_s"].as_f64().unwrap();
         let (low, high) = (i["ttft_mean_s"][0].as_f64().unwrap(), i["ttft_mean_s"][1].as_f64().unwrap());

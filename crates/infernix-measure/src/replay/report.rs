@@ -36,7 +36,7 @@ pub struct Played {
 impl Played {
     /// Why the run does not count, if it does not.
     pub fn invalid(&self) -> Vec<String> {
-        let mut reasons: Vec<String> = self.exceeded.iter().cloned().collect();
+        let mut reasons: Vec<String> = self.exceeded.iter().chain(&self.run.ended).cloned().collect();
         let failed: Vec<String> = self
             .run
             .rows
@@ -240,7 +240,10 @@ impl Report {
         }
         let others = cells.get(1..).unwrap_or_default();
         let mut head = vec!["Metric".to_owned()];
-        head.extend(cells.iter().map(|c| c.name.clone()));
+        let counts = |c: &Cells| self.played.iter().all(|p| p.arm != c.name || p.invalid().is_empty());
+        head.extend(
+            cells.iter().map(|c| if counts(c) { c.name.clone() } else { format!("{} (invalid)", c.name) }),
+        );
         head.extend(others.iter().map(|c| format!("{} vs {}", cells[0].name, c.name)));
         let _ = writeln!(out, "| {} |\n|---|{}", head.join(" | "), "---:|".repeat(head.len() - 1));
         for (key, label, unit, kind) in FIGURES {
@@ -249,7 +252,12 @@ impl Report {
             }
             let mut row = vec![label.to_owned()];
             row.extend(cells.iter().map(|c| c.cell(key).map_or("-".into(), |v| show(v, unit, kind))));
-            row.extend(others.iter().map(|c| self.change(&cells[0], c, key, kind).unwrap_or("-".into())));
+            // A run that does not count is compared with nothing.
+            let change = |c: &Cells| {
+                let both = counts(&cells[0]) && counts(c);
+                both.then(|| self.change(&cells[0], c, key, kind)).flatten().unwrap_or("-".into())
+            };
+            row.extend(others.iter().map(change));
             let _ = writeln!(out, "| {} |", row.join(" | "));
         }
         let c = self.plans.first();
@@ -295,7 +303,9 @@ impl Report {
         let low = by_seed.iter().copied().fold(f64::INFINITY, f64::min);
         let high = by_seed.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let range = if by_seed.len() > 1 { format!(" ({low:+.0} to {high:+.0})") } else { String::new() };
-        Some(format!("{mean:+.0}{unit}{range}"))
+        // No sign before a change that rounds to nothing.
+        let mean = if mean.abs() < 0.5 { "0".to_owned() } else { format!("{mean:+.0}") };
+        Some(format!("{mean}{unit}{range}"))
     }
 }
 

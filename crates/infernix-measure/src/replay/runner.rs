@@ -97,8 +97,8 @@ pub struct Note {
     pub messages: usize,
 }
 
-/// A finished run of one plan on one server.
-#[derive(Clone, Debug)]
+/// A run of one plan on one server.
+#[derive(Clone, Debug, Default)]
 pub struct Run {
     /// Requests in the order of their ends.
     pub rows: Vec<Row>,
@@ -106,6 +106,8 @@ pub struct Run {
     pub notes: Vec<Note>,
     /// First thread's start to last session's end, seconds.
     pub wall: f64,
+    /// Why it ended before the plan did, if it did for another reason than a failed request.
+    pub ended: Option<String>,
 }
 
 /// How a plan is played.
@@ -223,12 +225,12 @@ fn turn(sync: &mut Meeting) {
 }
 
 /// Plays the plan. One uncounted request comes first; it also tells how this server's tokens compare with the
-/// estimate, which only the context guard uses.
-///
-/// # Errors
-/// A priming request that fails; an interruption. Requests that fail are rows, not errors.
-pub fn play(plan: &Plan, endpoint: &Endpoint, options: RunOptions<'_>) -> Result<Run> {
-    let ratio = prime(plan, endpoint, options.timeout)?;
+/// estimate, which only the context guard uses. What was played before an interruption is in the run.
+pub fn play(plan: &Plan, endpoint: &Endpoint, options: RunOptions<'_>) -> Run {
+    let ratio = match prime(plan, endpoint, options.timeout) {
+        Ok(ratio) => ratio,
+        Err(e) => return Run { ended: Some(e.to_string()), ..Run::default() },
+    };
     let shared = Shared {
         plan,
         endpoint,
@@ -247,12 +249,10 @@ pub fn play(plan: &Plan, endpoint: &Endpoint, options: RunOptions<'_>) -> Result
         }
     });
     let wall = shared.start.elapsed().as_secs_f64();
-    if options.interrupted.load(Ordering::Relaxed) {
-        return Err(MeasureError::Stopped);
-    }
+    let ended = options.interrupted.load(Ordering::Relaxed).then(|| MeasureError::Stopped.to_string());
     let rows = shared.rows.into_inner().unwrap_or_else(PoisonError::into_inner);
     let notes = shared.notes.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Ok(Run { rows, notes, wall })
+    Run { rows, notes, wall, ended }
 }
 
 fn prime(plan: &Plan, endpoint: &Endpoint, timeout: Duration) -> Result<f64> {
@@ -277,13 +277,16 @@ struct Conversation<'a> {
     messages: Vec<Value>,
     index: usize,
     lockstep: bool,
+    /// Tokens by the server's count over tokens by estimate, of the last prompt.
+    ratio: f64,
 }
 
 fn session(shared: &Shared<'_>, actor: &Actor) {
     let persona = shared.plan.personas.get(&actor.persona).cloned();
     let persona = persona.unwrap_or(Persona { system: String::new(), tools: Vec::new() });
+    let messages = actor.history.clone();
     let mut c =
-        Conversation { shared, actor, persona, messages: actor.history.clone(), index: 0, lockstep: false };
+        Conversation { shared, actor, persona, messages, index: 0, lockstep: false, ratio: shared.ratio };
     for op in &actor.ops {
         if !c.step(op) {
             break;
@@ -400,7 +403,7 @@ impl Conversation<'_> {
         }
         // The checker sees the end of a conversation that its context does not hold.
         let room = self.room(max_tokens).saturating_sub(estimate(&other.system) + estimate(instruction) + 24);
-        let chars = (room as f64 / self.shared.ratio * CHARS_PER_TOKEN) as usize;
+        let chars = (room as f64 / self.ratio * CHARS_PER_TOKEN) as usize;
         let skip = flat.chars().count().saturating_sub(chars);
         let flat: String = flat.chars().skip(skip).collect();
         let own = (std::mem::take(&mut self.messages), std::mem::replace(&mut self.persona, other));
@@ -417,7 +420,12 @@ impl Conversation<'_> {
         context.saturating_sub(margin.max(max_tokens.min(margin)))
     }
 
+    /// Tokens of the next prompt, by the last one's count.
     fn size(&self) -> usize {
+        (self.estimated() as f64 * self.ratio).ceil() as usize
+    }
+
+    fn estimated(&self) -> usize {
         let mut tokens = estimate(&self.persona.system) + tools_estimate(&self.persona.tools);
         for m in &self.messages {
             let calls = m["tool_calls"].as_array().map_or(0, Vec::len);
@@ -426,7 +434,7 @@ impl Conversation<'_> {
             let arguments: usize = arguments.map(|c| text(&c["function"]["arguments"])).sum();
             tokens += text(&m["content"]) + text(&m["reasoning_content"]) + arguments + 6 + 8 * calls;
         }
-        (tokens as f64 * self.shared.ratio) as usize
+        tokens
     }
 
     fn clear_tool_results(&mut self, keep: usize) -> usize {
@@ -499,6 +507,7 @@ impl Conversation<'_> {
         if let Some(fields) = body.as_object_mut() {
             fields.retain(|name, _| !shared.options.omit.contains(name));
         }
+        let estimated = self.estimated() as f64;
         let limit = abort_after.map_or(shared.options.timeout, Duration::from_secs_f64);
         let exchange = shared.endpoint.stream(PATH, &body, limit);
         let since = |t: Instant| t.duration_since(shared.start).as_secs_f64();
@@ -522,6 +531,9 @@ impl Conversation<'_> {
         // What an aborted request had answered is lost, as for a client that breaks off; a failed one ends the session,
         // since what follows would not be the planned work.
         let failed = row.failure().is_some();
+        if let Some(usage) = row.exchange.answer.usage.filter(|_| estimated > 0.0) {
+            self.ratio = (usage.prompt as f64 / estimated).clamp(0.5, 4.0);
+        }
         if row.exchange.failure.is_none() {
             self.messages.push(row.exchange.answer.message());
         }
