@@ -97,6 +97,44 @@ fn requests_paused_for_memory_go_on_token_for_token_from_ram_and_by_reading_agai
     }
 }
 
+/// A text that was answered without drafts and goes on with them: the drafter finds of it in the cache what it would have found in
+/// a cold run, and the end of an answer is kept where it fills the memory to the last page.
+#[test]
+fn the_end_of_an_answer_is_kept_whole_for_the_drafter_too_and_without_a_page_to_spare() {
+    for case in cases() {
+        let (first, more) = (case.ids(31, 90), case.ids(32, 2));
+        for tokens in [1024, 4 * 64] {
+            let scheduler = || {
+                let mut options = EngineOptions::default();
+                options.spec.draft_tokens = Some(3);
+                options.spec.ngram_tokens = Some(0);
+                Scheduler::new(case.make(tokens, 1)().unwrap(), options).unwrap()
+            };
+            let ask = |s: &mut Scheduler<_>, prompt: &[u32], n: usize, draft_tokens: Option<usize>| {
+                let prompt = prompt.to_vec();
+                let (_, seen) =
+                    submit(s, Request { prompt, max_tokens: n, draft_tokens, ..Request::default() });
+                while s.open() > 0 {
+                    s.step();
+                }
+                let (text, _, usage) = answer(&seen);
+                (text, usage)
+            };
+            let mut s = scheduler();
+            let (text, _) = ask(&mut s, &first, 110, Some(0));
+            let longer = [&first[..], &text, &more].concat();
+            let (warm, usage) = ask(&mut s, &longer, 40, None);
+            assert_eq!(usage.cached, first.len() + text.len() - 1, "{}, {tokens} tokens", case.name);
+            let (cold, plain) = ask(&mut scheduler(), &longer, 40, None);
+            assert_eq!(warm, cold, "{}", case.name);
+            let drafts = |u: &Usage| (u.rounds, u.drafted, u.accepted);
+            eprintln!("{}: {:?} after a hit, {:?} cold", case.name, drafts(&usage), drafts(&plain));
+            assert_eq!(drafts(&usage), drafts(&plain), "{}", case.name);
+            s.into_runner().1.unwrap();
+        }
+    }
+}
+
 /// Prompts and answers of any length from 0 up, some of them cancelled at any point, eight at a time on a quarter of the pages
 /// that they want.
 #[test]

@@ -277,6 +277,9 @@ impl<S: Clone> PrefixCache<S> {
         if s.is_empty() {
             return Ok(None);
         }
+        // First, since it completes what the drafter keeps of these tokens: a block that is published before has its page copied
+        // for that, if there is one left, and others get the incomplete one.
+        let image = runner.image(s)?;
         self.publish(runner, s, cursor, s.len());
         let tail = s.ids[s.len() / PAGE_TOKENS * PAGE_TOKENS..].to_vec();
         let same = self.tree.node(cursor.node).snaps.iter().copied();
@@ -286,7 +289,6 @@ impl<S: Clone> PrefixCache<S> {
             (snap.used, snap.floor, snap.superseded) = (tick, inflation, false);
             return Ok(Some(id));
         }
-        let image = runner.image(s)?;
         let page = (!tail.is_empty()).then(|| s.pages[s.len() / PAGE_TOKENS]);
         if let Some(page) = page {
             runner.pool().retain(page);
