@@ -21,8 +21,11 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-/// Snapshots closer than this to another are not worth their place.
+/// A snapshot inside a prompt costs a model call, for which it must be this far past another.
 const NEAR: usize = PAGE_TOKENS;
+/// At the end of an answer it costs its place only, and the head of a prompt is read again by every conversation that has it: so far
+/// past another they pay.
+const CLOSE: usize = 16;
 /// Snapshots that one prompt may leave.
 const MAX_POINTS: usize = 8;
 /// Model calls that may fail in a row before the engine gives up.
@@ -332,7 +335,7 @@ impl<R: Runner> Scheduler<R> {
     }
 
     /// Where snapshots of this text pay: where the client says, where another text parted, before the last token of the
-    /// prompt, and at distances from its end that double.
+    /// prompt, and at distances from its end that double. The first of the client's markers ends what conversations share.
     fn plan_points(&mut self, i: usize, shared: usize) {
         let chunk = self.options.prefill_chunk;
         let gap = self.options.cache.min_gap.max(NEAR);
@@ -345,13 +348,15 @@ impl<R: Runner> Scheduler<R> {
         }
         let resumed = lane.resumed;
         let mut points: Vec<usize> = job.request.cache.markers.clone();
+        let head = points.iter().min().copied();
+        let apart = |p: usize| if Some(p) == head { CLOSE } else { NEAR };
         points.append(&mut lane.points);
         points.push(shared);
         points.push(prompt - 1);
-        points.retain(|p| *p >= resumed + NEAR && *p < prompt);
+        points.retain(|p| *p >= resumed + apart(*p) && *p < prompt);
         points.sort_unstable();
         // Of points close together the earliest serves all.
-        points.dedup_by(|later, earlier| *later - *earlier < NEAR);
+        points.dedup_by(|later, earlier| *later - *earlier < apart(*later));
         let mut back = (2 * chunk).max(4096);
         while back < prompt && points.len() < MAX_POINTS {
             let at = (prompt - back) / chunk * chunk;
@@ -450,7 +455,7 @@ impl<R: Runner> Scheduler<R> {
             // After a failed call the state is not what its tokens say.
             if end.is_ok() && !job.private() && lane.looked_up {
                 let n = lane.sequence.len();
-                if n >= lane.deepest + NEAR {
+                if n >= NEAR.max(lane.deepest + CLOSE) {
                     let taken = self.cache.snapshot(
                         &mut self.runner,
                         &mut lane.sequence,

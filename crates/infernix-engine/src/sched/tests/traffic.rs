@@ -52,6 +52,40 @@ fn nine_tenths_of_later_turns_come_from_the_cache() {
     }
 }
 
+/// A call of 30 tokens, as agents make them all day: the next turn reads the last of them and what is new.
+#[test]
+fn a_short_answer_is_not_read_again_either() {
+    let mut s = Scheduler::new(model(2000), roomy(512)).unwrap();
+    let head = ids(1, 2000);
+    let mut history = Vec::new();
+    for n in 0..12u64 {
+        let user = ids(100 + n, 40);
+        let mut r = turn(&head, &history, &user);
+        r.max_tokens = 30;
+        let known = head.len() + history.len();
+        let (cached, answer, _) = ask(&mut s, r);
+        if n > 0 {
+            assert_eq!(cached, known - 1, "turn {n}");
+        }
+        history = [&history[..], &user, &[1, 2, 3], &answer].concat();
+    }
+}
+
+/// The system prompts of two agents part shortly before they end. Each end is kept all the same: all of an agent's conversations go on
+/// from there.
+#[test]
+fn the_end_of_a_head_is_kept_however_soon_after_another_text_parted() {
+    let mut s = Scheduler::new(model(2000), roomy(512)).unwrap();
+    let common = ids(1, 500);
+    let heads = [2, 3].map(|k| [&common[..], &ids(k, 50)].concat());
+    ask(&mut s, turn(&heads[0], &[], &ids(100, 200)));
+    assert_eq!(ask(&mut s, turn(&heads[1], &[], &ids(101, 200))).0, 0);
+    assert_eq!(ask(&mut s, turn(&heads[1], &[], &ids(102, 200))).0, heads[1].len());
+    assert_eq!(ask(&mut s, turn(&heads[0], &[], &ids(103, 200))).0, heads[0].len());
+    // A third agent finds the place where the others parted.
+    assert_eq!(ask(&mut s, turn(&[&common[..], &ids(4, 50)].concat(), &[], &ids(104, 200))).0, common.len());
+}
+
 #[test]
 fn stripped_reasoning_costs_the_last_turn_only() {
     let mut s = Scheduler::new(model(2000), roomy(512)).unwrap();
