@@ -164,6 +164,7 @@ impl<S: Clone> PrefixCache<S> {
 
     fn drop_snap_only<R: Runner<State = S>>(&mut self, runner: &mut R, id: SnapId) -> NodeId {
         self.events.push(CacheEvent::DroppedSnapshot { tokens: self.tree.frontier(id) });
+        self.tree.note_lost(id);
         let snap = self.remove_snap(id);
         if let Some(device) = snap.device {
             self.device_bytes -= snap.bytes;

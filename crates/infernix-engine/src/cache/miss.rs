@@ -22,9 +22,9 @@ pub enum MissCause {
     Cold,
     /// A cached text begins like the prompt and then differs.
     Diverged,
-    /// The text is known, but no state was kept as deep as the text agrees.
+    /// The text is known, or was, but no state was ever kept as deep as the text agrees.
     NoSnapshot,
-    /// The state was cached once and dropped to make room.
+    /// A state deeper in this text was kept once and dropped to make room.
     Evicted,
     /// The request asked for it (cache bypass, prompt log-probabilities).
     Bypassed,

@@ -110,6 +110,8 @@ impl<S: Clone> PrefixCache<S> {
                 self.evict_block(runner, id);
             }
         }
+        // It was not for want of room.
+        self.tree.forget_lost();
         idle.len()
     }
 

@@ -109,13 +109,15 @@ pub(crate) struct Tree<S> {
     free_snaps: Vec<SnapId>,
     children: HashMap<(NodeId, u64), Vec<NodeId>>,
     roots: HashMap<String, NodeId>,
-    /// Chains of dropped blocks, to tell eviction from novelty.
+    /// Chains of dropped blocks, to tell what was known from what is new.
     ghosts: HashSet<u64>,
+    /// Dropped snapshots, by the chain of their block: length and hash of their tails.
+    lost: HashMap<u64, Vec<(usize, u64)>>,
     hash: fn(u64, &[u32]) -> u64,
     pub(super) tick: u64,
 }
 
-/// Dropped blocks to remember.
+/// Dropped blocks to remember, and blocks with dropped snapshots.
 const GHOSTS: usize = 1 << 16;
 /// Ids shown on each side of a divergence.
 const EXCERPT: usize = 24;
@@ -152,6 +154,7 @@ impl<S> Tree<S> {
             children: HashMap::new(),
             roots: HashMap::new(),
             ghosts: HashSet::new(),
+            lost: HashMap::new(),
             hash,
             tick: 0,
         }
@@ -333,6 +336,45 @@ impl<S> Tree<S> {
         }
     }
 
+    /// Notes that a snapshot is dropped, so that whoever misses it can be told.
+    pub(super) fn note_lost(&mut self, id: SnapId) {
+        let s = self.snap(id);
+        let chain = self.node(s.node).chain;
+        let tail = (s.tail.len(), (self.hash)(chain, &s.tail));
+        if self.lost.len() >= GHOSTS {
+            self.lost.clear();
+        }
+        let tails = self.lost.entry(chain).or_default();
+        if !tails.contains(&tail) {
+            // As many as a block has places.
+            tails.truncate(PAGE_TOKENS - 1);
+            tails.insert(0, tail);
+        }
+    }
+
+    /// Forgets what was dropped.
+    pub(super) fn forget_lost(&mut self) {
+        self.ghosts.clear();
+        self.lost.clear();
+    }
+
+    /// Whether a snapshot of this text after more than `tokens` and at most `limit` was dropped. `chain` is that of the text's
+    /// block `depth`, and no deeper than `tokens`.
+    fn lost_past(&self, mut chain: u64, mut depth: usize, ids: &[u32], tokens: usize, limit: usize) -> bool {
+        loop {
+            let (whole, rest) = (depth * PAGE_TOKENS, &ids[depth * PAGE_TOKENS..]);
+            let lost = |(n, hash): &(usize, u64)| {
+                let within = whole + n > tokens && whole + n <= limit;
+                within && rest.get(..*n).is_some_and(|tail| (self.hash)(chain, tail) == *hash)
+            };
+            if self.lost.get(&chain).is_some_and(|tails| tails.iter().any(lost)) {
+                return true;
+            }
+            let Some(block) = rest.get(..PAGE_TOKENS) else { return false };
+            (chain, depth) = ((self.hash)(chain, block), depth + 1);
+        }
+    }
+
     /// Removes a snapshot from the index and gives it back.
     pub(super) fn remove_snap(&mut self, id: SnapId) -> Snap<S> {
         let snap = self.snaps[id].take().expect("a snapshot id is used only while its snapshot lives");
@@ -411,10 +453,14 @@ impl<S> Tree<S> {
         let tokens = best.map_or(0, |b| b.0);
         let next = (path.len() - 1) * PAGE_TOKENS..path.len() * PAGE_TOKENS;
         let chain = ids.get(next).map(|b| (self.hash)(self.node(path[path.len() - 1]).chain, b));
+        let depth = tokens / PAGE_TOKENS;
         let cause = match chain {
             _ if tokens >= limit.min(ids.len().saturating_sub(1)) => None,
-            Some(c) if self.ghosts.contains(&c) => Some(MissCause::Evicted),
-            _ if resident + 1 < path.len() => Some(MissCause::Evicted),
+            _ if self.lost_past(self.node(path[depth]).chain, depth, ids, tokens, limit) => {
+                Some(MissCause::Evicted)
+            }
+            Some(c) if self.ghosts.contains(&c) => Some(MissCause::NoSnapshot),
+            _ if resident + 1 < path.len() => Some(MissCause::NoSnapshot),
             _ if shared == 0 => Some(MissCause::Cold),
             _ if shared < limit && cached.ids.len() > cached.before => Some(MissCause::Diverged),
             _ if shared > tokens => Some(MissCause::NoSnapshot),

@@ -239,3 +239,19 @@ fn what_memory_pressure_took_is_called_evicted() {
     let (cached, _, miss) = ask(&mut s, request(ids(1, 1500), 5));
     assert_eq!((cached, miss.unwrap().cause), (0, MissCause::Evicted));
 }
+
+/// Blocks past the last snapshot are the first to go. That nothing resumes there is not for want of room.
+#[test]
+fn what_never_had_a_state_is_not_called_evicted() {
+    let mut s = Scheduler::new(model(40), roomy(512)).unwrap();
+    let first = ids(1, 1530);
+    // Too short for a snapshot at its end, but it completes a block.
+    let (_, answer, _) = ask(&mut s, request(first.clone(), 12));
+    ask(&mut s, request(ids(2, 2200), 5));
+    assert!(s.counters.evicted_blocks > 0);
+    let (cached, _, miss) = ask(&mut s, request([&first[..], &answer, &ids(3, 100)].concat(), 5));
+    assert_eq!((cached, miss.unwrap().cause), (first.len() - 1, MissCause::NoSnapshot));
+    s.clear_cache();
+    let (cached, _, miss) = ask(&mut s, request(first, 5));
+    assert_eq!((cached, miss.unwrap().cause), (0, MissCause::Cold));
+}
