@@ -172,6 +172,25 @@ impl<'a> Builder<'a> {
     }
 
     fn recipe_fits(&self) -> Result<(), ConvertError> {
+        if let Some(wanted) = self.options.recipe.drafter {
+            let found = match &self.described.model {
+                Some(model) => format!("a {} model", model.architecture.model_type()),
+                None => self
+                    .described
+                    .drafters
+                    .first()
+                    .map_or_else(String::new, |d| format!("a {} drafter", d.component)),
+            };
+            let expected = format!("a {wanted} drafter");
+            return match found == expected {
+                true => Ok(()),
+                false => Err(ConvertError::WrongArchitecture {
+                    recipe: self.options.recipe.name.clone(),
+                    expected: format!("{expected} alone"),
+                    found,
+                }),
+            };
+        }
         match &self.described.model {
             Some(model) => self
                 .options

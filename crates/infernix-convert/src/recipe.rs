@@ -214,6 +214,8 @@ pub struct Recipe {
     pub title: String,
     /// Architectures it is for; empty for all.
     pub architectures: Vec<Architecture>,
+    /// The block drafter that the main source must be, alone; `None` for recipes of models, and of anything.
+    pub drafter: Option<Component>,
     /// Sources by role.
     pub sources: Vec<SourceRole>,
     /// Rules, includes first.
@@ -230,6 +232,7 @@ struct File {
     title: Option<String>,
     #[serde(default)]
     architectures: Vec<String>,
+    drafter: Option<String>,
     #[serde(default)]
     include: Vec<String>,
     default_expert_activation: Option<toml::Value>,
@@ -328,6 +331,7 @@ impl Recipe {
             name: name.to_owned(),
             title: String::new(),
             architectures: Vec::new(),
+            drafter: None,
             sources: Vec::new(),
             rules: Vec::new(),
             expert_activation: ExpertActivation::FromSource,
@@ -385,6 +389,11 @@ impl Recipe {
                         })
                 })
                 .collect::<Result<_, _>>()?;
+        }
+        if let Some(drafter) = file.drafter {
+            let component = Component::from_name(&drafter).filter(|c| c.is_block_drafter());
+            let unknown = || invalid(name, &format!("unknown drafter {drafter:?}; known: dflash, dflash2"));
+            self.drafter = Some(component.ok_or_else(unknown)?);
         }
         match file.default_expert_activation {
             None => {}
@@ -708,6 +717,7 @@ mod tests {
             ("[[rule]]\nclass=[\"*\"]\nformat=\"stored\"\ncolour=\"red\"", "colour"),
             ("[[rule]]\nclass=[\"*\"]\nformat=\"stored\"\nscheme=[\"fp7\"]", "fp7"),
             ("include=[\"../secret.toml\"]\n[[rule]]\nclass=[\"*\"]\nformat=\"stored\"", "../secret.toml"),
+            ("drafter=\"text\"\n[[rule]]\nclass=[\"*\"]\nformat=\"stored\"", "unknown drafter"),
             ("architectures=[\"gpt2\"]\n[[rule]]\nclass=[\"*\"]\nformat=\"stored\"", "gpt2"),
             ("title=\"x\"", "no [[rule]]"),
         ] {

@@ -109,6 +109,57 @@ fn recipes_refuse_experts_of_another_kind() {
     assert!(error.contains("qwen3_8_27b"), "{error}");
 }
 
+/// A recipe for one kind of checkpoint takes no other kind, which would come out as something that its name does not say.
+#[test]
+fn recipes_refuse_checkpoints_that_are_not_of_their_kind() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |name: &str, recipe: &str, word: &str| {
+        let source = if name == "flash-demo-nvfp4" { Some(demo()) } else { fixture(name) };
+        let Some(source) = source else { return };
+        let error = match plan(&options(&source, recipe, &dir.path().join("x.infernix"))) {
+            Ok(_) => panic!("{recipe} took {name}"),
+            Err(e) => e.to_string(),
+        };
+        assert!(
+            error.contains(recipe) || error.contains("use a recipe for this checkpoint"),
+            "{recipe} {name}: {error}"
+        );
+        assert!(error.contains(word), "{recipe} {name}: {word} is not in {error}");
+    };
+    for recipe in [
+        "qwen3_6_27b_nvfp4",
+        "qwen3_8_27b_nvfp4",
+        "qwen3_8_27b_nvfp4_nvidia",
+        "qwen3_8_27b_nvfp4_nvidia_swift",
+        "qwen3_8_27b_nvfp4_orcarouter",
+        "qwen3_8_27b_nvfp4_quasar",
+    ] {
+        refused("dense-demo-bf16", recipe, "nvfp4");
+        refused("dense-demo-gguf", recipe, "nvfp4");
+        refused("flash-demo-nvfp4", recipe, "qwen4_exp");
+    }
+    for recipe in ["qwen3_6_27b", "qwen3_8_27b", "qwen3_8_27b_q6"] {
+        for name in ["dense-demo-quasar", "dense-demo-nvidia", "dense-demo-gguf"] {
+            refused(name, recipe, "bf16");
+        }
+    }
+    for (name, recipe, word) in [
+        ("flash-tiny-fp4local", "qwen3_8_flash_next_nvfp4_dense8", "bf16"),
+        ("flash-tiny-fp4local", "qwen3_8_flash_next_nvfp4", "bf16"),
+        ("flash-demo-nvfp4", "qwen3_8_flash_next_fp4_local", "mxfp8"),
+        ("flash-demo-bf16", "qwen3_8_flash_next_fp8", "fp8_block128"),
+        ("flash-demo-bf16", "qwen3_8_flash_next_iq3_s", "ggml"),
+        ("flash-demo-bf16", "qwen3_8_flash_next_nvfp4", "nvfp4_mul"),
+        ("flash-tiny-fp8", "qwen3_8_flash_next_nvfp4_orcarouter", "nvfp4"),
+        ("dense-demo-dflash", "qwen3_8_flash_next_dflash2", "a dflash2 drafter alone"),
+        ("dense-demo-bf16", "qwen3_8_flash_next_dflash2", "a dflash2 drafter alone"),
+        ("flash-demo-nvfp4", "qwen3_8_flash_next_dflash2", "a dflash2 drafter alone"),
+        ("dense-demo-dflash2", "qwen3_8_27b", "block drafter alone"),
+    ] {
+        refused(name, recipe, word);
+    }
+}
+
 #[test]
 fn dense_recipes_quantize_as_the_table_says() {
     let two = fixture("dense-demo-dflash2");
@@ -186,8 +237,8 @@ fn the_mixture_keeps_late_down_projections_wider() {
         eprintln!("skipped: shared/reference/tiny_models/moe4 is not here");
         return;
     };
-    // The tiny model has no tokenizer.
-    let Some(tokens) = fixture("dense-demo-bf16") else { return };
+    // The tiny model has no tokenizer; this one is of a model with as many tokens.
+    let Some(tokens) = fixture("flash-tiny-fp8") else { return };
     let (plan, ..) = made(&source, "qwen3_6_35b_a3b", &[("resources", &tokens)]);
     assert_eq!(format(&plan, "moe.experts"), "q4_g64_fp16, q5_g64_fp16");
     assert_eq!((format(&plan, "head"), format(&plan, "moe.router")), ("q6_g64_fp16", "bf16"));
