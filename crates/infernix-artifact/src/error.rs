@@ -19,7 +19,7 @@ pub enum ArtifactError {
     },
     /// The device of the output is full, or will be.
     #[error(
-        "{path}: disk full: {needed} bytes are needed and {available} are free; free some space and run again with --resume, nothing finished is lost"
+        "{path}: disk full: {needed} bytes are needed and {available} are free; free some space and run again"
     )]
     DiskFull {
         /// File or folder on the full device.
@@ -167,7 +167,7 @@ pub enum ArtifactError {
         path: PathBuf,
     },
     /// The interruption hook asked to stop; state stays resumable.
-    #[error("interrupted; finished work is kept, continue with --resume")]
+    #[error("interrupted")]
     Interrupted,
     /// The fault hook of a test stopped the process here.
     #[error("stopped by the test's fault hook")]

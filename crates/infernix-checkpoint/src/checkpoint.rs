@@ -631,7 +631,8 @@ fn files_to_read(
     let mut files = index.shards.clone();
     files.sort_by(|a, b| natural_cmp(a, b));
     // A name in the index may be a link whose target is gone: that is a missing file, too.
-    let missing: Vec<String> = files.iter().filter(|n| !folder.join(n).exists()).cloned().collect();
+    let gone = |name: &&String| !folder.join(name).exists();
+    let missing: Vec<String> = files.iter().filter(gone).map(|n| described(folder, n)).collect();
     if !missing.is_empty() {
         return Err(CheckpointError::MissingShards {
             path: folder.to_path_buf(),
@@ -643,6 +644,15 @@ fn files_to_read(
     present.retain(|n| !files.contains(n));
     files.append(&mut present);
     Ok((files, indexed))
+}
+
+/// A file that cannot be opened, with where it leads if it is a link.
+fn described(folder: &Path, name: &str) -> String {
+    match std::fs::read_link(folder.join(name)) {
+        Ok(target) if target == Path::new(name) => format!("{name} (a link to itself)"),
+        Ok(target) => format!("{name} (a link to {}, which leads nowhere)", target.display()),
+        Err(_) => name.to_owned(),
+    }
 }
 
 fn require_config(

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
 
-use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use crate::CheckpointError;
 use crate::header::{Text, check_name};
@@ -93,7 +93,7 @@ impl<'de> Visitor<'de> for IndexVisitor<'_> {
                     weight_map = Some(map.next_value_seed(WeightMap { bad_entry: &mut *self.bad_entry })?);
                 }
                 "metadata" => {
-                    total_size = map.next_value_seed(Metadata)?;
+                    total_size = map.next_value_seed(Advice)?;
                 }
                 _ => {
                     map.next_value::<IgnoredAny>()?;
@@ -105,28 +105,48 @@ impl<'de> Visitor<'de> for IndexVisitor<'_> {
     }
 }
 
-/// `metadata`, of which only a whole-numbered `total_size` is kept: the rest may be anything and must cost
-/// no memory.
-struct Metadata;
+/// `metadata` and its `total_size`, which is advice: a whole number is kept, the rest may be anything and costs no memory.
+struct Advice;
 
-impl<'de> DeserializeSeed<'de> for Metadata {
+impl<'de> DeserializeSeed<'de> for Advice {
     type Value = Option<u64>;
     fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Self::Value, D::Error> {
-        d.deserialize_map(self)
+        d.deserialize_any(self)
     }
 }
 
-impl<'de> Visitor<'de> for Metadata {
+impl<'de> Visitor<'de> for Advice {
     type Value = Option<u64>;
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("metadata as an object")
+        f.write_str("anything")
+    }
+    fn visit_u64<E>(self, v: u64) -> Result<Self::Value, E> {
+        Ok(Some(v))
+    }
+    fn visit_i64<E>(self, _: i64) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+    fn visit_f64<E>(self, _: f64) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+    fn visit_bool<E>(self, _: bool) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+    fn visit_str<E>(self, _: &str) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+    fn visit_unit<E>(self) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+        while seq.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(None)
     }
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut total = None;
         while let Some(key) = map.next_key_seed(Text)? {
             if key == "total_size" {
-                let number: serde_json::Number = map.next_value()?;
-                total = number.as_u64();
+                total = map.next_value_seed(Advice)?;
             } else {
                 map.next_value::<IgnoredAny>()?;
             }
@@ -208,6 +228,21 @@ mod tests {
         assert_eq!(index.total_size, Some(7));
         let shards: Vec<_> = index.entries.iter().map(|(n, s)| (&**n, &*index.shards[*s as usize])).collect();
         assert_eq!(shards, [("a", "m-1.safetensors"), ("b", "m-2.safetensors"), ("c", "m-2.safetensors")]);
+    }
+
+    #[test]
+    fn a_total_size_that_is_no_number_is_no_reason_to_refuse() {
+        for metadata in [
+            r#"{"total_size":"x"}"#,
+            r#"{"total_size":[1,{"total_size":2}]}"#,
+            r#"{"total_size":-1.5}"#,
+            "null",
+            "[1]",
+            "true",
+        ] {
+            let text = format!(r#"{{"metadata":{metadata},"weight_map":{{"a":"m.safetensors"}}}}"#);
+            assert_eq!(parse(&text).expect(metadata).total_size, None, "{metadata}");
+        }
     }
 
     #[test]

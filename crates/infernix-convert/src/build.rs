@@ -681,7 +681,15 @@ impl<'a> Builder<'a> {
         let layouted = draft.layout(&LayoutOptions {
             entry_name: entry_name.to_owned(),
             max_file_bytes: self.options.max_file_bytes,
-        })?;
+        });
+        // The default holds every directory.
+        let limit = self.options.max_file_bytes;
+        let layouted = match layouted {
+            Err(e) if limit < infernix_artifact::DEFAULT_MAX_FILE_BYTES => {
+                return Err(ConvertError::Option(format!("--max-file-bytes {limit}: {e}")));
+            }
+            other => other?,
+        };
         for (planned, object) in self.objects.iter_mut().zip(layouted.objects()) {
             planned.offset = object.offset;
         }

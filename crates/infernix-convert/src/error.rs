@@ -89,7 +89,7 @@ pub enum ConvertError {
     #[error("{}: {reason}", path.display())]
     Export { path: PathBuf, reason: String },
     /// Stopped by the user; state is kept.
-    #[error("interrupted; finished work is kept, continue with --resume")]
+    #[error("interrupted")]
     Interrupted,
 }
 

@@ -298,7 +298,11 @@ fn adopt(
     let fail = |reason: String| ConvertError::Ngram { path: path.to_owned(), reason };
     let spec = spec(ngram, plan)?;
     if volume.geometry() != &spec.geometry {
-        return Err(fail(format!("geometry {:?} is not the table's {:?}", volume.geometry(), spec.geometry)));
+        let shape = |g: &Geometry| format!("{} rows of {} bytes", g.rows, g.row_bytes);
+        let (found, expected) = (shape(volume.geometry()), shape(&spec.geometry));
+        return Err(fail(format!(
+            "holds {found}, the checkpoint has {expected}; it is another table's volume"
+        )));
     }
     if let Some(extension) = &volume.header().extension {
         if extension.format != spec.format {
@@ -306,9 +310,11 @@ fn adopt(
         }
         let bits = |scales: &[f32]| scales.iter().map(|s| s.to_bits()).collect::<Vec<_>>();
         if bits(&extension.scales) != bits(&spec.scales) {
+            let list = |s: &[f32]| s.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             return Err(fail(format!(
-                "has the scales {:?}, the checkpoint {:?}",
-                extension.scales, spec.scales
+                "has the scales {}, the checkpoint {}",
+                list(&extension.scales),
+                list(&spec.scales)
             )));
         }
     }

@@ -289,14 +289,13 @@ impl Recipe {
             .collect()
     }
 
-    /// A built-in recipe by name, or a recipe file by path (anything that ends in `.toml` or holds a separator).
+    /// A built-in recipe by name, or a recipe file by path (anything that ends in `.toml`).
     ///
     /// # Errors
     /// No such recipe; TOML that is malformed; a key, class, format, layout or method that does not exist; includes
     /// that leave the recipe's folder or go round in circles.
     pub fn load(name_or_path: &str) -> Result<Self, ConvertError> {
-        let is_path = name_or_path.ends_with(".toml") || name_or_path.contains(['/', '\\']);
-        if !is_path {
+        if !name_or_path.ends_with(".toml") {
             return Self::load_built_in(name_or_path);
         }
         let path = Path::new(name_or_path);
@@ -652,6 +651,9 @@ fn built_in_text(name: &str) -> Option<&'static str> {
 fn read_recipe(path: &Path) -> Result<String, ConvertError> {
     let fail = |reason: String| ConvertError::Recipe { recipe: path.display().to_string(), reason };
     let meta = std::fs::metadata(path).map_err(|e| fail(format!("cannot open it: {e}")))?;
+    if !meta.is_file() {
+        return Err(fail("it is no regular file".to_owned()));
+    }
     if meta.len() > MAX_RECIPE_BYTES {
         return Err(fail(format!("{} bytes are more than a recipe has ({MAX_RECIPE_BYTES})", meta.len())));
     }
@@ -667,7 +669,19 @@ fn include_text(name: &str, include: &str, origin: &Origin) -> Result<(String, O
                 &format!("include {include:?} must be a file name in the recipe's own folder"),
             ));
         }
-        return Ok((read_recipe(&folder.join(include))?, Origin::Folder(folder.clone())));
+        let path = folder.join(include);
+        // A link out of the folder would show another file's text in an error.
+        let own = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        let inside = match (path.canonicalize(), own.canonicalize()) {
+            (Ok(path), Ok(own)) => path.parent() == Some(&own),
+            // Reading it says why not.
+            _ => true,
+        };
+        if !inside {
+            let reason = format!("include {include:?} is a link that leads out of the recipe's own folder");
+            return Err(invalid(name, &reason));
+        }
+        return Ok((read_recipe(&path)?, Origin::Folder(folder.clone())));
     }
     match built_in_text(include) {
         Some(text) => Ok((text.to_owned(), Origin::BuiltIn)),
@@ -738,5 +752,18 @@ mod tests {
         assert_eq!(load("a.toml").unwrap().rules.len(), 2);
         assert!(load("c.toml").unwrap_err().to_string().contains("circle"));
         assert!(load("d.toml").unwrap_err().to_string().contains("own folder"));
+        #[cfg(unix)]
+        {
+            let outside = tempfile::tempdir().unwrap();
+            std::fs::write(outside.path().join("secret.toml"), "a secret").unwrap();
+            std::os::unix::fs::symlink(outside.path().join("secret.toml"), dir.path().join("e.toml"))
+                .unwrap();
+            write("f.toml", "include=[\"e.toml\"]\n[[rule]]\nclass=[\"head\"]\nformat=\"stored\"");
+            let error = load("f.toml").unwrap_err().to_string();
+            assert!(error.contains("leads out") && !error.contains("a secret"), "{error}");
+            // A name without the ending is no file's.
+            let error = Recipe::load("/etc/passwd").unwrap_err().to_string();
+            assert!(error.contains("must end in .toml") && !error.contains("root:"), "{error}");
+        }
     }
 }

@@ -206,3 +206,30 @@ fn headers_without_data_plan_but_do_not_convert() {
     assert_eq!(p.artifact_bytes(), full.artifact_bytes());
     assert!(matches!(convert(&p, &Silent, &run()), Err(ConvertError::Checkpoint(_))));
 }
+
+#[test]
+fn a_volume_of_another_table_is_refused_in_words() {
+    let Some(other) = crate::common::fixture("flash-tiny-fp8") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    converted(&options(&other, "auto", &dir.path().join("a.infernix"))).unwrap();
+    let mut o = options(&demo(), "auto", &dir.path().join("b.infernix"));
+    o.ngram = infernix_convert::NgramTarget::Reuse(dir.path().join("a.infernix.ngram"));
+    let error = converted(&o).unwrap_err().to_string();
+    has(&error, &["8320 rows of 16 bytes", "129280 rows of 16 bytes", "another table"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn shards_that_are_links_to_nowhere_are_told_from_absent_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    for (target, word) in
+        [("model-00002-of-00002.safetensors", "a link to itself"), ("gone", "a link to gone")]
+    {
+        let source = dir.path().join(word);
+        copy(&demo(), &source);
+        let shard = source.join("model-00002-of-00002.safetensors");
+        std::fs::remove_file(&shard).unwrap();
+        std::os::unix::fs::symlink(target, &shard).unwrap();
+        has(&failed(&source), &["1 of 3 shards", "model-00002-of-00002.safetensors", word]);
+    }
+}
