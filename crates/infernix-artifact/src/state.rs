@@ -4,9 +4,8 @@
 //! dropped. Lines never precede what they claim: object data is synced before the line that names the object.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::fs::{self, File};
+use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,6 +13,7 @@ use serde_json::{Value, json};
 
 use crate::io::{Io, folder_of, with_suffix};
 use crate::json::{self, canonical};
+use crate::lock::{FileLock, LockError};
 use crate::{ArtifactError, Result, Resume};
 
 /// What a resumed run must have in common with the first one: recipe digest, encoder versions, options, and size, time
@@ -77,7 +77,7 @@ pub fn clean(out: &Path) -> Result<bool> {
         return Ok(false);
     }
     refuse_foreign(&folder)?;
-    let _lock = Lock::acquire(&folder)?;
+    let _lock = lock(&folder)?;
     fs::remove_dir_all(&folder).map_err(|e| ArtifactError::io(&folder, "remove", e))?;
     Ok(true)
 }
@@ -120,55 +120,13 @@ fn refuse_foreign(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// An exclusive lock: the file says who holds it, `flock` says whether.
-#[derive(Debug)]
-struct Lock {
-    _file: File,
-}
-
-impl Lock {
-    fn acquire(folder: &Path) -> Result<Self> {
-        let path = folder.join("lock");
-        loop {
-            let mut file = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(&path)
-                .map_err(|e| ArtifactError::io(&path, "open", e))?;
-            match file.try_lock() {
-                Ok(()) => {}
-                Err(TryLockError::WouldBlock) => {
-                    let mut text = String::new();
-                    let _ = (&file).take(64).read_to_string(&mut text);
-                    let pid = text.trim();
-                    let holder =
-                        if pid.is_empty() { "another process".to_owned() } else { format!("process {pid}") };
-                    return Err(ArtifactError::Locked { path: folder.to_owned(), holder });
-                }
-                Err(TryLockError::Error(e)) => return Err(ArtifactError::io(&path, "lock", e)),
-            }
-            // The previous holder may have removed the file between our open and our lock.
-            let same = match (file.metadata(), fs::metadata(&path)) {
-                (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
-                _ => false,
-            };
-            if !same {
-                if !folder.is_dir() {
-                    return Err(ArtifactError::Locked {
-                        path: folder.to_owned(),
-                        holder: "a run that just ended".into(),
-                    });
-                }
-                continue;
-            }
-            let write =
-                file.set_len(0).and_then(|()| file.write_all(std::process::id().to_string().as_bytes()));
-            write.map_err(|e| ArtifactError::io(&path, "write", e))?;
-            return Ok(Self { _file: file });
-        }
-    }
+/// The lock of a conversion's state folder.
+fn lock(folder: &Path) -> Result<FileLock> {
+    let path = folder.join("lock");
+    FileLock::acquire(&path).map_err(|e| match e {
+        LockError::Held(holder) => ArtifactError::Locked { path: folder.to_owned(), holder },
+        LockError::Io(what, e) => ArtifactError::io(&path, what, e),
+    })
 }
 
 /// A journal file: complete lines read at open, new ones appended.
@@ -236,7 +194,7 @@ pub(crate) struct State {
     pub(crate) folder: PathBuf,
     pub(crate) io: Io,
     journal: Mutex<Journal>,
-    _lock: Lock,
+    _lock: FileLock,
 }
 
 impl State {
@@ -266,7 +224,7 @@ impl State {
         }
         // Whoever locks a folder without a journal starts the conversion, whoever made the folder: of two runs that begin
         // together one goes on. With a journal it tells a running conversion from an abandoned one.
-        let lock = Lock::acquire(&folder)?;
+        let lock = lock(&folder)?;
         if resume == Resume::No && folder.join("journal.jsonl").exists() {
             return Err(ArtifactError::StateExists { path: folder });
         }
