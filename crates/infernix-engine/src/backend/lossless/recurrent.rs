@@ -245,6 +245,8 @@ pub(super) struct Token<'a> {
     pub beta: f64,
     pub q: &'a [f64],
     pub k: &'a [f64],
+    /// The key of the token after this one; of the last token any.
+    pub next_k: &'a [f64],
     pub v: &'a [f64],
     pub round: RowRounder,
     /// Element number of S[0, 0] of this head.
@@ -268,15 +270,23 @@ impl Run<'_> {
         let channels = self.dims.channels();
         let kh = h / (value_heads / key_heads);
         let mut out = vec![0f32; rows.len() * dv];
-        let mut scratch = Scratch::new(s, dv);
+        if rows.is_empty() {
+            return out;
+        }
+        let wide = |x: &[f32], f: f64| x.iter().map(|v| f64::from(*v) * f).collect::<Vec<_>>();
+        // The key of row t, and the same of length 1.
+        let key = |t: usize| &self.u[t * channels + (key_heads + kh) * dk..][..dk];
+        let unit = |k: &[f32]| wide(k, inverse_length::<f64>(k));
+        let (end, mut unit_k) = (rows.end, unit(key(rows.start)));
+        let mut scratch = Scratch::new(s, &unit_k, dv);
         // The state before a token and after it, turn about.
         let (mut other, rows_in) = (vec![0f32; s.len()], rows.len());
         let (mut before, mut after) = (&mut *s, &mut other[..]);
-        let wide = |x: &[f32], f: f64| x.iter().map(|v| f64::from(*v) * f).collect::<Vec<_>>();
         for (t, out) in rows.zip(out.chunks_exact_mut(dv)) {
             let u = &self.u[t * channels..(t + 1) * channels];
             let q = &u[kh * dk..(kh + 1) * dk];
-            let k = &u[(key_heads + kh) * dk..(key_heads + kh + 1) * dk];
+            let k = key(t);
+            let next_k = if t + 1 < end { unit(key(t + 1)) } else { unit_k.clone() };
             let v = &u[2 * key_heads * dk + h * dv..][..dv];
             let (g, beta) =
                 (f64::from(self.g[t * value_heads + h]), f64::from(self.beta[t * value_heads + h]));
@@ -297,7 +307,8 @@ impl Run<'_> {
                 alpha: g.exp(),
                 beta,
                 q: &wide(q, qn),
-                k: &wide(k, inverse_length::<f64>(k)),
+                k: &unit_k,
+                next_k: &next_k,
                 v: &wide(v, 1.0),
                 round: RowRounder::new(self.rounding, Target::F32, site(Op::GdnState), self.keys[t]),
                 element: h * dk * dv,
@@ -319,6 +330,7 @@ impl Run<'_> {
                     sum * qn
                 });
             }
+            unit_k = next_k;
         }
         if rows_in % 2 == 1 {
             s.copy_from_slice(&other);
@@ -331,101 +343,139 @@ impl Run<'_> {
 pub(super) struct Scratch {
     /// `sum_i S[i, j]^2`, of the state before a token on entry and after it on exit.
     square: Vec<f64>,
+    /// `S^T k`, of the state and the token to come alike.
     kv: Vec<f64>,
-    delta: Vec<f64>,
-    /// Bound on the error of delta's contribution, per unit of k.
-    slack: Vec<f64>,
     /// `S^T q`, unrounded.
     o: Vec<f64>,
 }
 
 impl Scratch {
-    fn new(s: &[f32], dv: usize) -> Self {
-        let mut square = vec![0.0; dv];
-        for row in s.chunks_exact(dv) {
-            row.iter().zip(&mut square).for_each(|(v, q)| *q += f64::from(*v) * f64::from(*v));
-        }
+    /// Of a state and the key of the first token.
+    fn new(s: &[f32], k: &[f64], dv: usize) -> Self {
         let z = || vec![0.0; dv];
-        Scratch { square, kv: z(), delta: z(), slack: z(), o: z() }
+        let (mut square, mut kv) = (z(), z());
+        for (row, k) in s.chunks_exact(dv).zip(k) {
+            for ((v, q), kv) in row.iter().zip(&mut square).zip(&mut kv) {
+                let v = f64::from(*v);
+                *q += v * v;
+                *kv += v * k;
+            }
+        }
+        Scratch { square, kv, o: z() }
     }
 }
 
-/// One token: `S = fl32(alpha old + k delta)`, `o = S^T q`. Loops over columns vectorise.
+/// Columns of S advanced together: few enough for all that is kept of them to stay in registers.
+const COLUMNS: usize = 16;
+
+/// One token: `S = fl32(alpha old + k delta)`, `o = S^T q`, and what the next token needs of the new S.
 #[inline(always)]
 pub(super) fn step<const FMA: bool>(old: &[f32], s: &mut [f32], token: &Token<'_>, scratch: &mut Scratch) {
+    match token.round.f32_noise() {
+        None => {
+            let cut = |_, v: f64, b: f64| {
+                let (lo, hi) = ((v - b) as f32, (v + b) as f32);
+                (lo, lo == hi)
+            };
+            all_columns::<FMA>(old, s, token, scratch, cut);
+        }
+        Some(noise) => all_columns::<FMA>(old, s, token, scratch, |e, v, b| noise.cut(e, v, b)),
+    }
+}
+
+#[inline(always)]
+fn all_columns<const FMA: bool>(
+    old: &[f32],
+    s: &mut [f32],
+    token: &Token<'_>,
+    scratch: &mut Scratch,
+    cut: impl Fn(usize, f64, f64) -> (f32, bool) + Copy,
+) {
+    let (dv, mut at) = (token.v.len(), 0);
+    while at + COLUMNS <= dv {
+        columns::<FMA, COLUMNS>(old, s, token, scratch, at, cut);
+        at += COLUMNS;
+    }
+    while at < dv {
+        columns::<FMA, 1>(old, s, token, scratch, at, cut);
+        at += 1;
+    }
+}
+
+/// [`step`] of columns `at .. at + N`; `cut(element, value, bound)` rounds, or says that it cannot decide. Loops over
+/// columns vectorise.
+#[inline(always)]
+fn columns<const FMA: bool, const N: usize>(
+    old: &[f32],
+    s: &mut [f32],
+    token: &Token<'_>,
+    scratch: &mut Scratch,
+    at: usize,
+    cut: impl Fn(usize, f64, f64) -> (f32, bool),
+) {
     use super::gemm::madd;
     let dv = token.v.len();
-    let Scratch { square, kv, delta, slack, o } = scratch;
-    kv.fill(0.0);
-    for (row, k) in old.chunks_exact(dv).zip(token.k) {
-        for (kv, s) in kv.iter_mut().zip(row) {
-            *kv = madd::<FMA>(f64::from(*s), *k, *kv);
-        }
-    }
+    let of = |all: &[f64]| -> [f64; N] { std::array::from_fn(|j| all[at + j]) };
+    let (v, kv, square) = (of(token.v), of(&scratch.kv), of(&scratch.square));
     // |k| <= 1. k carries up to (dk/2 + 3) units, the sum dk, alpha 2.
     let units = U * (2.0 * token.k.len() as f64 + 12.0);
-    for j in 0..dv {
-        delta[j] = token.beta * (token.v[j] - token.alpha * kv[j]);
+    // `slack` bounds the error of delta's contribution, per unit of k.
+    let (mut delta, mut slack) = ([0.0; N], [0.0; N]);
+    for j in 0..N {
+        delta[j] = token.beta * (v[j] - token.alpha * kv[j]);
         // The last term: |v| <= |kept| + |k delta| in the bound of an element.
         slack[j] = units * (token.beta.abs() * token.alpha * square[j].sqrt() + delta[j].abs())
             + 6.1 * U * delta[j].abs();
     }
-    o.fill(0.0);
-    square.fill(0.0);
-    let noise = token.round.f32_noise();
-    for (i, (row, before)) in s.chunks_exact_mut(dv).zip(old.chunks_exact(dv)).enumerate() {
-        let (k, q) = (token.k[i], token.q[i]);
+    let (mut o, mut square, mut kv) = ([0.0; N], [0.0; N], [0.0; N]);
+    let scales = token.k.iter().zip(token.q).zip(token.next_k);
+    let rows = s.chunks_exact_mut(dv).zip(old.chunks_exact(dv));
+    for (i, ((row, before), ((k, q), next))) in rows.zip(scales).enumerate() {
+        let (row, before) = (&mut row[at..at + N], &before[at..at + N]);
         let size = k.abs();
-        let mut unsure = false;
-        match noise {
-            None => {
-                for j in 0..dv {
-                    let kept = token.alpha * f64::from(before[j]);
-                    let v = madd::<FMA>(k, delta[j], kept);
-                    let b = madd::<FMA>(size, slack[j], 12.1 * U * kept.abs());
-                    let (lo, hi) = ((v - b) as f32, (v + b) as f32);
-                    unsure |= lo != hi;
-                    row[j] = lo;
-                }
-            }
-            Some(noise) => {
-                for j in 0..dv {
-                    let kept = token.alpha * f64::from(before[j]);
-                    let v = madd::<FMA>(k, delta[j], kept);
-                    let b = madd::<FMA>(size, slack[j], 12.1 * U * kept.abs());
-                    let (value, sure) = noise.cut(token.element + i * dv + j, v, b);
-                    unsure |= !sure;
-                    row[j] = value;
-                }
-            }
+        let element = token.element + i * dv + at;
+        let (mut new, mut unsure) = ([0f32; N], false);
+        for j in 0..N {
+            let kept = token.alpha * f64::from(before[j]);
+            let v = madd::<FMA>(*k, delta[j], kept);
+            let b = madd::<FMA>(size, slack[j], 12.1 * U * kept.abs());
+            let (value, sure) = cut(element + j, v, b);
+            unsure |= !sure;
+            new[j] = value;
         }
         if unsure {
-            settle(row, before, old, token, i, delta, slack);
+            settle(&mut new, old, token, (i, at), &delta, &slack);
         }
-        for j in 0..dv {
-            let v = f64::from(row[j]);
-            o[j] = madd::<FMA>(v, q, o[j]);
+        row.copy_from_slice(&new);
+        for j in 0..N {
+            let v = f64::from(new[j]);
+            o[j] = madd::<FMA>(v, *q, o[j]);
             square[j] = madd::<FMA>(v, v, square[j]);
+            kv[j] = madd::<FMA>(v, *next, kv[j]);
         }
     }
+    scratch.o[at..at + N].copy_from_slice(&o);
+    scratch.square[at..at + N].copy_from_slice(&square);
+    scratch.kv[at..at + N].copy_from_slice(&kv);
 }
 
-/// Rounds a row of S element by element, in double-double where needed.
+/// Rounds elements of S from row and column `place` on one by one, in double-double where needed.
 #[cold]
 fn settle(
     row: &mut [f32],
-    before: &[f32],
     old: &[f32],
     token: &Token<'_>,
-    i: usize,
+    place: (usize, usize),
     delta: &[f64],
     slack: &[f64],
 ) {
-    let (dv, k) = (row.len(), token.k[i]);
+    let (i, at) = place;
+    let (dv, k) = (token.v.len(), token.k[i]);
     for (j, o) in row.iter_mut().enumerate() {
-        let kept = token.alpha * f64::from(before[j]);
+        let n = i * dv + at + j;
+        let kept = token.alpha * f64::from(old[n]);
         let v = k * delta[j] + kept;
         let b = k.abs() * slack[j] + 6.0 * U * (kept.abs() + v.abs());
-        *o = token.round.round(token.element + i * dv + j, v, b, || (token.exact)(old, i, j));
+        *o = token.round.round(token.element + n, v, b, || (token.exact)(old, i, at + j));
     }
 }
