@@ -6,7 +6,6 @@ mod config;
 mod output;
 mod progress;
 
-use clap::Parser;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -26,8 +25,8 @@ enum Outcome {
 }
 
 fn main() -> ExitCode {
-    let cli = match config::expand(args::arguments()) {
-        Ok(arguments) => args::Cli::parse_from(arguments),
+    let (cli, given) = match config::expand(args::arguments()) {
+        Ok(arguments) => args::parse(arguments),
         Err(error) => return failed(&error),
     };
     // A second Ctrl-C ends the process at once: the state on disk is always resumable.
@@ -43,7 +42,7 @@ fn main() -> ExitCode {
     if let Err(error) = handler {
         output::warn(&format!("Ctrl-C cannot be caught here: {error}"));
     }
-    match commands::run(cli) {
+    match commands::run(cli, &given) {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Mismatch) => ExitCode::from(1),
         // A reader that closes early, like `head`, is no failure of ours.

@@ -78,7 +78,11 @@ pub(crate) fn check_places(files: &[&std::path::Path]) -> anyhow::Result<()> {
         if let Some(folder) = folder.filter(|p| !p.is_dir()) {
             return Err(usage(format!("{}: there is no folder {}", path.display(), folder.display())));
         }
-        if files[..i].contains(path) {
+        if path.is_dir() {
+            return Err(usage(format!("{} is a folder", path.display())));
+        }
+        let place = |p: &std::path::Path| std::path::absolute(p).unwrap_or_else(|_| p.to_owned());
+        if files[..i].iter().any(|other| place(other) == place(path)) {
             return Err(usage(format!("two outputs are named {}", path.display())));
         }
     }

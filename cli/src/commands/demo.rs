@@ -1,7 +1,7 @@
 //! `infernix demo`: the main job on the bundled model, start to end.
 
 use crate::Outcome;
-use crate::args::{Cli, DemoArgs, ProgressMode};
+use crate::args::{Cli, DemoArgs, Given, ProgressMode};
 use crate::output;
 use anyhow::Context as _;
 use clap::Parser as _;
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &DemoArgs, progress: ProgressMode) -> anyhow::Result<Out
         let cli =
             Cli::try_parse_from(std::iter::once(&"infernix").chain(step)).context("a step of the demo")?;
         let cli = Cli { progress, ..cli };
-        if matches!(super::run(cli)?, Outcome::Mismatch) {
+        if matches!(super::run(cli, &Given::default())?, Outcome::Mismatch) {
             return Ok(Outcome::Mismatch);
         }
     }

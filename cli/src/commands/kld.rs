@@ -1,27 +1,29 @@
 //! `infernix kld`: engines against the lossless reference, or against stored rows.
 
 use super::engine::{Needs, Task, lossless, with_needs};
-use super::model::{BackendKind, OpenModel};
-use crate::args::{Boundaries, KldArgs, KldPath, KldSpec, ModelArgs, ProgressMode};
+use super::model::{BackendKind, OpenModel, refuse_idle};
+use super::reports::{self, Form};
+use crate::args::{Boundaries, ENGINE_OPTIONS, Given, KldArgs, KldPath, KldSpec, ModelArgs, ProgressMode};
 use crate::output::{self, usage};
 use crate::progress::Steps;
 use crate::{INTERRUPTED, Outcome};
 use anyhow::Context as _;
-use clap::Parser;
-use infernix_artifact::Digest;
+use clap::{CommandFactory as _, FromArgMatches as _, Parser};
 use infernix_engine::backend::{ActivationPolicy, Backend};
 use infernix_engine::driver::Driver;
 use infernix_engine::model::{ArtifactSource, WeightSource};
 use infernix_engine::numerics::round::Rounding;
 use infernix_engine::state::KvFormat;
+use infernix_measure::bootstrap::MIN_RESAMPLES;
 use infernix_measure::corpus::{DEFAULT_CORPUS, default_text, read_text};
 use infernix_measure::{
-    Chunks, DriverSource, KldOptions, KldReport, LogitsSource, Path as Reading, Reference, Rows, StoredFile,
-    Test, kld, page,
+    Chunks, DriverSource, KldOptions, KldReport, LogitsSource, Path as Reading, Reference, Rows, StatePlace,
+    StoredFile, Test, kld, page,
 };
 use infernix_model::Component;
 use infernix_text::Tokenizer;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Logits of one group of chunks, at 4 bytes each, stay below this.
@@ -29,8 +31,11 @@ const GROUP_BYTES: usize = 1 << 30;
 /// Groups larger than this save nothing that could be measured.
 const GROUP: usize = 8;
 
-pub(crate) fn run(args: &KldArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
-    check(args)?;
+/// Tokens per chunk, unless a file says otherwise.
+const CTX: usize = 512;
+
+pub(crate) fn run(args: &KldArgs, given: &Given, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    check(args, given)?;
     let base = args.reference.as_deref().map(StoredFile::open).transpose()?;
     let (files, artifacts) = stored(args)?;
     // Files against a file need no model, unless something asks for an engine.
@@ -39,22 +44,43 @@ pub(crate) fn run(args: &KldArgs, progress: ProgressMode) -> anyhow::Result<Outc
         || !args.with.is_empty()
         || !artifacts.is_empty()
         || args.model.lossless;
-    if let Some(base) = base {
-        if !files.is_empty() && !asked {
-            return of_files(args, base, files, progress);
-        }
-        return of_model(args, Some(base), files, &artifacts, progress);
+    match base {
+        Some(base) if !files.is_empty() && !asked => of_files(args, given, base, files, progress),
+        base => of_model(args, given, base, files, &artifacts, progress),
     }
-    of_model(args, None, files, &artifacts, progress)
 }
 
 /// What can be refused before anything is opened.
-fn check(args: &KldArgs) -> anyhow::Result<()> {
+fn check(args: &KldArgs, given: &Given) -> anyhow::Result<()> {
     if args.honest_rounding && args.rounding_seeds == 0 {
         return Err(usage("--rounding-seeds must be at least 1"));
     }
-    if args.group == Some(0) || args.bootstrap == 0 {
-        return Err(usage("--group and --bootstrap must be at least 1"));
+    if args.group == Some(0) {
+        return Err(usage("--group must be at least 1"));
+    }
+    if args.bootstrap < MIN_RESAMPLES {
+        return Err(usage(format!(
+            "--bootstrap {} gives no interval: at least {MIN_RESAMPLES} resamples are needed",
+            args.bootstrap
+        )));
+    }
+    if args.honest_rounding && args.boundaries == Boundaries::Fp32 {
+        return Err(usage(
+            "--honest-rounding makes every rounding between operations random, and --boundaries fp32 has none: leave one \
+             of them out",
+        ));
+    }
+    if !args.paths.contains(&KldPath::Decode) {
+        given.idle(
+            &["--spec", "--draft-tokens"],
+            "drafts are made on the decode path alone (--path decode)",
+        )?;
+    }
+    if args.spec == KldSpec::Off {
+        given.idle(&["--draft-tokens"], "--spec off makes no drafts")?;
+    }
+    if let Some(i) = (1..args.paths.len()).find(|i| args.paths[..*i].contains(&args.paths[*i])) {
+        return Err(usage(format!("--path names {} twice", name_of(&args.paths[i]))));
     }
     if args.llama_compat && args.honest_rounding {
         return Err(usage("--llama-compat has no yardstick: leave --honest-rounding"));
@@ -62,13 +88,32 @@ fn check(args: &KldArgs) -> anyhow::Result<()> {
     if args.llama_compat && args.save_reference.is_some() {
         return Err(usage("--llama-compat reads 16-bit codes: save them with --save-base"));
     }
-    let saved = [&args.save_reference, &args.save_base, &args.export_tokens];
-    let outputs: Vec<&Path> =
-        args.output.iter().chain(saved.into_iter().flatten()).map(PathBuf::as_path).collect();
-    for path in &args.output {
-        Form::of(path)?;
+    if let Some(path) = &args.export_tokens {
+        let mut others =
+            vec!["--path", "--honest-rounding", "--with", "--against", "--save-reference", "--save-base"];
+        others.extend([
+            "--llama-compat",
+            "--boundaries",
+            "--spec",
+            "--draft-tokens",
+            "--group",
+            "--bootstrap",
+        ]);
+        others.extend(["--resume", "--state", "--output", "--json"]);
+        others.extend(ENGINE_OPTIONS);
+        given.idle(&others, "--export-tokens writes the ids and stops")?;
+        if path.symlink_metadata().is_ok() {
+            return Err(usage(format!("{} exists; nothing is overwritten", path.display())));
+        }
     }
-    output::check_places(&outputs)
+    let other = [&args.save_reference, &args.save_base, &args.export_tokens, &args.state];
+    let other: Vec<&Path> = other.into_iter().flatten().map(PathBuf::as_path).collect();
+    reports::check(&args.output, &[Form::Json, Form::Markdown, Form::Page], &other)
+}
+
+/// A value as it is typed.
+fn name_of(value: &impl clap::ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |v| v.get_name().to_owned())
 }
 
 /// Names of files under test with the open files, and artifacts under test.
@@ -97,11 +142,19 @@ fn tests_of(files: Vec<(String, StoredFile)>) -> Vec<Test> {
 
 fn of_files(
     args: &KldArgs,
+    given: &Given,
     base: StoredFile,
     files: Vec<(String, StoredFile)>,
     progress: ProgressMode,
 ) -> anyhow::Result<Outcome> {
-    let mut options = KldOptions::new(base.chunks(args.ctx, args.chunks)?, base.valid_vocab());
+    let mut idle = vec!["--corpus", "--path", "--spec", "--draft-tokens", "--group", "--boundaries"];
+    idle.extend(["--export-tokens", "--resume", "--state", "--yes"]);
+    idle.extend(ENGINE_OPTIONS);
+    given.idle(&idle, "two files are compared without a model; name one for an engine to be measured too")?;
+    let ctx = args.ctx.or(base.ctx()).unwrap_or(CTX);
+    let chunks = base.chunks(ctx, args.chunks)?;
+    chunks.note().iter().for_each(|n| output::warn(n));
+    let mut options = KldOptions::new(chunks, base.valid_vocab());
     options.llama_compat = args.llama_compat;
     options.resamples = args.bootstrap;
     let report = measure(&options, &mut [], base.reference(), tests_of(files), progress)?;
@@ -200,21 +253,27 @@ fn kv_name(kv: KvFormat) -> &'static str {
 
 fn of_model(
     args: &KldArgs,
+    given: &Given,
     base: Option<StoredFile>,
     files: Vec<(String, StoredFile)>,
     artifacts: &[PathBuf],
     progress: ProgressMode,
 ) -> anyhow::Result<Outcome> {
+    if base.is_some() && !args.honest_rounding {
+        given.idle(&["--group"], "with a file as the reference nothing is read in groups")?;
+    }
     let open = OpenModel::new(&args.model, progress)?;
+    refuse_idle(given, open.backend)?;
     let format = open.chat_format()?;
     let tokenizer = format.tokenizer();
     let source = ArtifactSource::new(std::sync::Arc::clone(&open.artifact))?;
     let vocab = source.config().vocab as usize;
-    let (limit, ctx) = (source.config().max_positions as usize, args.ctx);
+    let limit = source.config().max_positions as usize;
+    let ctx = args.ctx.or_else(|| base.as_ref()?.ctx()).unwrap_or(CTX);
     if ctx > limit {
         return Err(usage(format!("--ctx {ctx}, the model reads up to {limit} tokens")));
     }
-    let chunks = chunks(args, base.as_ref(), tokenizer)?;
+    let chunks = chunks(args, base.as_ref(), ctx, tokenizer)?;
     chunks.note().iter().for_each(|n| output::warn(n));
     if let Some(path) = &args.export_tokens {
         let list: Vec<&[u32]> = (0..chunks.count).map(|c| chunks.chunk(c)).collect();
@@ -242,14 +301,12 @@ fn of_model(
     let path = open.artifact.path().to_owned();
     let mut engines = vec![Engine::new(args, open, None)?];
     for text in &args.with {
-        let words = text.split_whitespace();
-        let mut with = With::try_parse_from(words).map_err(|e| usage(format!("--with {text:?}: {e}")))?.model;
-        if with.model.is_some() {
-            return Err(usage("--with takes options; another artifact goes to --against"));
-        }
+        let (mut with, given) = with_options(text)?;
         with.model = Some(path.clone());
         with.ngram = with.ngram.or_else(|| args.model.ngram.clone());
-        engines.push(Engine::new(args, OpenModel::new(&with, ProgressMode::None)?, None)?);
+        let open = OpenModel::new(&with, ProgressMode::None)?;
+        refuse_idle(&given, open.backend)?;
+        engines.push(Engine::new(args, open, None)?);
     }
     for path in artifacts {
         let with = ModelArgs { model: Some(path.clone()), ngram: None, ..args.model.clone() };
@@ -264,6 +321,12 @@ fn of_model(
         }
         engines.push(Engine::new(args, open, Some(path))?);
     }
+    if engines.iter().all(|e| e.drafts == 0) {
+        given.idle(&["--draft-tokens"], "no engine here has a drafter, or 0 drafts were asked for")?;
+    }
+    if reference.is_none() && !engines.iter().any(|e| e.fp32) {
+        given.idle(&["--boundaries"], "nothing here runs on the lossless backend")?;
+    }
     let valid = if args.llama_compat { vocab } else { (tokenizer.addressable() as usize).min(vocab) };
     let mut options = KldOptions::new(chunks, valid);
     options.llama_compat = args.llama_compat;
@@ -274,8 +337,11 @@ fn of_model(
     options.resume = args.resume;
     options.group =
         args.group.unwrap_or_else(|| group(options.chunks.rows().len(), vocab)).min(options.chunks.count);
-    let what = format!("{:?}", (&id, args.state_key(), options.chunks.tokens_blake3()));
-    options.state = Some(state_file(args, &what)?);
+    options.asked = args.asked();
+    options.state = Some(match &args.state {
+        Some(path) => StatePlace::File(path.clone()),
+        None => StatePlace::Folder(super::model::user_cache()?.join("kld")),
+    });
 
     engines.reverse();
     let mut report = None;
@@ -328,45 +394,79 @@ fn text_ids(args: &KldArgs, tokenizer: &Tokenizer) -> anyhow::Result<(String, Ve
     Ok((name, tokenizer.encode(&text)?, text))
 }
 
-fn chunks(args: &KldArgs, base: Option<&StoredFile>, tokenizer: &Tokenizer) -> anyhow::Result<Chunks> {
-    if let (Some(base), None) = (base, &args.corpus)
-        && !matches!(base, StoredFile::Reference(_))
+fn chunks(
+    args: &KldArgs,
+    base: Option<&StoredFile>,
+    ctx: usize,
+    tokenizer: &Tokenizer,
+) -> anyhow::Result<Chunks> {
+    // Of the file itself: its tokens, or the number and the digest of them.
+    let file = base.map(|b| b.chunks(ctx, None)).transpose()?;
+    if let (Some(file), None) = (&file, &args.corpus)
+        && !file.tokens().is_empty()
     {
-        // The file holds the tokens themselves.
-        return Ok(base.chunks(args.ctx, args.chunks)?);
+        return Ok(args.chunks.map_or(Ok(file.clone()), |n| file.clone().first(n))?);
     }
     let (name, ids, text) = text_ids(args, tokenizer)?;
-    let limit = match base {
-        // A saved reference is measured as a whole.
-        Some(StoredFile::Reference(f)) => Some(f.header().chunks as usize),
-        _ => args.chunks,
-    };
-    Ok(Chunks::new(&name, text.as_bytes(), &ids, args.ctx, limit)?)
-}
-
-/// Where an unfinished run keeps its scores.
-fn state_file(args: &KldArgs, what: &str) -> anyhow::Result<PathBuf> {
-    if let Some(path) = &args.state {
-        return Ok(path.clone());
+    // What the file holds of the text is compared as a whole, and measured as far as asked for.
+    let limit = file.map_or(args.chunks, |f| Some(f.count));
+    let all = Chunks::new(&name, text.as_bytes(), &ids, ctx, limit)?;
+    match (base, args.chunks) {
+        (Some(_), Some(n)) => Ok(all.first(n)?),
+        _ => Ok(all),
     }
-    let folder = super::model::user_cache()?.join("kld");
-    std::fs::create_dir_all(&folder).with_context(|| format!("{} cannot be created", folder.display()))?;
-    let digest = Digest::of(what.as_bytes()).to_string();
-    Ok(folder.join(format!("{}.state", &digest[..16])))
 }
 
 impl KldArgs {
-    /// All that makes a run what it is, but for the text and the model.
-    fn state_key(&self) -> Vec<String> {
-        let m = &self.model;
-        vec![
-            format!("{:?} {:?} {:?} {:?}", m.backend, m.lossless, m.activations, m.kv_dtype),
-            format!("{:?} {:?} {:?}", self.paths, self.with, self.against),
-            format!("{} {} {}", self.ctx, self.honest_rounding, self.rounding_seeds),
-            format!("{:?} {:?} {:?} {}", self.reference, self.save_reference, self.save_base, self.top_k),
-            format!("{} {:?} {:?} {}", self.llama_compat, self.boundaries, self.spec, self.draft_tokens),
-        ]
+    /// What makes a run what it is, by the names of the options: what a resumed one must agree in.
+    fn asked(&self) -> BTreeMap<String, String> {
+        let place = |p: &PathBuf| std::path::absolute(p).unwrap_or_else(|_| p.clone()).display().to_string();
+        let file = |p: &Option<PathBuf>| p.as_ref().map_or_else(|| "none".into(), place);
+        let count = |n: Option<usize>| n.map_or_else(|| "not given".into(), |n| n.to_string());
+        let a = &self.model.activations;
+        let activations = [(a.a16_activations, "a16"), (a.a8_activations, "a8"), (a.a4_activations, "a4")];
+        let activations = activations.iter().find(|a| a.0).map_or("the artifact's", |a| a.1);
+        let backend = if self.model.lossless { "lossless" } else { &self.model.backend };
+        let paths: Vec<String> = self.paths.iter().map(name_of).collect();
+        let against: Vec<String> = self.against.iter().map(place).collect();
+        let list = |l: &[String]| if l.is_empty() { "none".to_owned() } else { l.join(", ") };
+        let seeds = if self.honest_rounding { self.rounding_seeds } else { 0 };
+        let drafts = if self.paths.contains(&KldPath::Decode) { self.draft_tokens } else { 0 };
+        let all = [
+            ("--backend", backend.to_owned()),
+            ("activations", activations.to_owned()),
+            ("--kv-dtype", name_of(&self.model.kv_dtype)),
+            ("--corpus", file(&self.corpus)),
+            ("--chunks", count(self.chunks)),
+            ("--ctx", count(self.ctx)),
+            ("--path", list(&paths)),
+            ("--rounding-seeds", seeds.to_string()),
+            ("--with", list(&self.with)),
+            ("--against", list(&against)),
+            ("--reference", file(&self.reference)),
+            ("--save-reference", file(&self.save_reference)),
+            ("--save-base", file(&self.save_base)),
+            ("--top-k", self.top_k.to_string()),
+            ("--llama-compat", self.llama_compat.to_string()),
+            ("--boundaries", name_of(&self.boundaries)),
+            ("--spec", name_of(&self.spec)),
+            ("--draft-tokens", drafts.to_string()),
+        ];
+        all.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
     }
+}
+
+/// The options of an engine under `--with`.
+fn with_options(text: &str) -> anyhow::Result<(ModelArgs, Given)> {
+    let wrong = |e: clap::Error| usage(format!("--with {text:?}: {e}"));
+    let command = With::command();
+    let mut matches = command.clone().try_get_matches_from(text.split_whitespace()).map_err(wrong)?;
+    let given = Given::new(&command, &matches);
+    let with = With::from_arg_matches_mut(&mut matches).map_err(wrong)?.model;
+    if with.model.is_some() {
+        return Err(usage("--with takes options; another artifact goes to --against"));
+    }
+    Ok((with, given))
 }
 
 /// Loads one engine after the other around the sources that are loaded, then measures.
@@ -456,44 +556,24 @@ fn measure(
 ) -> anyhow::Result<KldReport> {
     let mut steps = Steps::new(progress, options.chunks.count as u64);
     let mut show = |r: &infernix_measure::Running| {
-        // Several seeds and engines: the last few say enough on one line.
-        let values: Vec<String> = r
-            .tests
-            .iter()
-            .rev()
-            .take(3)
-            .rev()
-            .map(|(n, kld, top)| format!("{n} {kld:.6} {:.2} %", 100.0 * top))
-            .collect();
+        // Seeds as one figure, engines each with its path.
+        let (seeds, engines): (Vec<_>, Vec<_>) = r.tests.iter().partition(|t| t.rounding.is_some());
+        let sum: f64 = seeds.iter().map(|t| t.mean_kld).sum();
+        let seeds = (!seeds.is_empty()).then(|| format!("honest rounding {:.6}", sum / seeds.len() as f64));
+        let engine = |t: &&infernix_measure::RunningTest| {
+            format!("{} ({}) {:.6} {:.2} %", t.engine, t.path, t.mean_kld, 100.0 * t.top1)
+        };
+        let values: Vec<String> = seeds.into_iter().chain(engines.iter().map(engine)).collect();
         steps.at(r.done as u64, r.total as u64, &values.join(" | "), || {
-            let tests: Vec<Value> =
-                r.tests.iter().map(|(n, kld, top)| json!({ "engine": n, "mean_kld": kld, "top1": top })).collect();
+            let test = |t: &infernix_measure::RunningTest| {
+                json!({ "engine": t.engine, "path": t.path, "rounding": t.rounding, "mean_kld": t.mean_kld,
+                    "top1": t.top1 })
+            };
+            let tests: Vec<Value> = r.tests.iter().map(test).collect();
             json!({ "phase": "kld", "chunks": r.done, "total_chunks": r.total, "seconds": r.seconds, "tests": tests })
         });
     };
     Ok(kld(options, sources, reference, tests, &mut show, &INTERRUPTED)?)
-}
-
-/// What a report file is written as.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Form {
-    Json,
-    Markdown,
-    Page,
-}
-
-impl Form {
-    pub(crate) fn of(path: &Path) -> anyhow::Result<Self> {
-        match path.extension().and_then(|e| e.to_str()) {
-            Some("json") => Ok(Self::Json),
-            Some("md") => Ok(Self::Markdown),
-            Some("html") => Ok(Self::Page),
-            _ => Err(usage(format!(
-                "--output {}: expected a name that ends in .json, .md or .html",
-                path.display()
-            ))),
-        }
-    }
 }
 
 /// What a page of one report is about.
@@ -512,13 +592,12 @@ fn print(args: &KldArgs, report: &KldReport) -> anyhow::Result<Outcome> {
         output::print(&report.to_text())?;
     }
     // Last: what cannot be written is lost in the file alone.
-    for path in &args.output {
-        let text = match Form::of(path)? {
+    reports::write(&args.output, |path, form| {
+        Ok(match form {
             Form::Json => format!("{:#}\n", report.to_json()),
             Form::Markdown => report.to_markdown(),
             Form::Page => page(&title(report), &[(file_name(path), report.to_json())])?.html,
-        };
-        output::write_report(path, &text)?;
-    }
+        })
+    })?;
     Ok(Outcome::Done)
 }

@@ -1,9 +1,9 @@
 //! `infernix logits`: a model's logits over given token ids, and what its layers did, as a safetensors file.
 
 use super::engine::{Needs, Task, with_needs};
-use super::model::{BackendKind, OpenModel};
+use super::model::{BackendKind, OpenModel, refuse_idle};
 use crate::Outcome;
-use crate::args::{Boundaries, LogitsArgs, ProgressMode};
+use crate::args::{Boundaries, Given, LogitsArgs, ProgressMode};
 use crate::output::{self, usage};
 use anyhow::{Context as _, bail};
 use infernix_engine::backend::Backend;
@@ -11,42 +11,67 @@ use infernix_engine::driver::{Driver, LayerRecord, Want};
 use infernix_model::{Ffn, LayerKind, ModelConfig};
 use serde_json::json;
 use std::fs::File;
-use std::io::{BufWriter, Write as _};
+use std::io::{BufWriter, Write};
 use std::ops::Range;
 
-pub(crate) fn run(args: &LogitsArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+pub(crate) fn run(args: &LogitsArgs, given: &Given, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    output::check_places(&[&args.output])?;
     if args.output.exists() {
         bail!("{} exists; nothing is overwritten", args.output.display());
     }
     if args.output.as_os_str() == "-" {
         return Err(usage("logits are written to a file, not to standard output"));
     }
-    let document = super::files::read_json(&args.tokens)?;
-    let ids: Vec<u32> = serde_json::from_value(document)
-        .with_context(|| format!("{}: expected a JSON list of token ids", args.tokens.display()))?;
-    if ids.is_empty() {
-        bail!("{} holds no token", args.tokens.display());
-    }
-    let positions = positions(args.positions.as_deref(), ids.len())?;
+    let texts = texts(args)?;
     if args.prefill_chunk == 0 {
         return Err(usage("--prefill-chunk must be at least 1"));
     }
     let open = OpenModel::new(&args.model, progress)?;
+    refuse_idle(given, open.backend)?;
     let fp32 = args.boundaries == Boundaries::Fp32;
     if fp32 && open.backend != BackendKind::Lossless {
         return Err(usage("--boundaries fp32 needs --backend lossless"));
     }
+    let longest = texts.iter().map(|t| t.ids.len()).max().unwrap_or(0);
     let limit = super::run::context_limit(&open)?;
-    if ids.len() > limit {
-        bail!("{} holds {} tokens, the model's context {limit}", args.tokens.display(), ids.len());
+    if longest > limit {
+        bail!("{} holds {longest} tokens, the model's context {limit}", args.tokens.display());
     }
-    let needs = Needs { fp32, ..Needs::tokens(ids.len()) };
-    with_needs(&open, needs, LogitsTask { args, ids, positions })
+    let needs = Needs { fp32, ..Needs::tokens(longest) };
+    with_needs(&open, needs, LogitsTask { args, texts })
 }
 
-fn positions(text: Option<&str>, tokens: usize) -> anyhow::Result<Range<usize>> {
+/// One list of tokens, read from an empty state.
+struct Text {
+    ids: Vec<u32>,
+    /// Positions to write.
+    rows: Range<usize>,
+}
+
+fn texts(args: &LogitsArgs) -> anyhow::Result<Vec<Text>> {
+    let shown = args.tokens.display();
+    let document = super::files::read_json(&args.tokens)?;
+    let nested = document.as_array().is_some_and(|a| a.iter().any(serde_json::Value::is_array));
+    let lists: Vec<Vec<u32>> = if nested {
+        serde_json::from_value(document)
+    } else {
+        serde_json::from_value(document).map(|ids| vec![ids])
+    }
+    .with_context(|| format!("{shown}: expected a JSON list of token ids, or a list of such lists"))?;
+    let text = |(i, ids): (usize, Vec<u32>)| {
+        let which = if nested { format!("{shown}: list {i}") } else { shown.to_string() };
+        if ids.is_empty() {
+            bail!("{which} holds no token");
+        }
+        let rows = positions(args.positions.as_deref(), ids.len(), &which)?;
+        Ok(Text { ids, rows })
+    };
+    lists.into_iter().enumerate().map(text).collect()
+}
+
+fn positions(text: Option<&str>, tokens: usize, which: &str) -> anyhow::Result<Range<usize>> {
     let Some(text) = text else { return Ok(0..tokens) };
-    let wrong = || usage(format!("--positions takes A..B within 0..{tokens}, not {text:?}"));
+    let wrong = || usage(format!("--positions takes A..B within 0..{tokens} ({which}), not {text:?}"));
     let (a, b) = text.split_once("..").ok_or_else(wrong)?;
     let begin = if a.is_empty() { 0 } else { a.parse().map_err(|_| wrong())? };
     let end = if b.is_empty() { tokens } else { b.parse().map_err(|_| wrong())? };
@@ -58,8 +83,7 @@ fn positions(text: Option<&str>, tokens: usize) -> anyhow::Result<Range<usize>> 
 
 struct LogitsTask<'a> {
     args: &'a LogitsArgs,
-    ids: Vec<u32>,
-    positions: Range<usize>,
+    texts: Vec<Text>,
 }
 
 /// One tensor of the file.
@@ -155,17 +179,25 @@ impl LayerTensors {
 impl Task for LogitsTask<'_> {
     fn run<B: Backend>(self, driver: &mut Driver<B>) -> anyhow::Result<Outcome> {
         let config = &driver.model.config;
-        let (vocab, rows) = (config.vocab as usize, self.positions.len());
-        if let Some(i) = self.ids.iter().position(|&id| id as usize >= vocab) {
-            bail!("{}: token {i} is {}, the vocabulary has {vocab}", self.args.tokens.display(), self.ids[i]);
+        let (vocab, rows) = (config.vocab as usize, self.texts.iter().map(|t| t.rows.len()).sum());
+        for (i, text) in self.texts.iter().enumerate() {
+            if let Some(at) = text.ids.iter().position(|&id| id as usize >= vocab) {
+                let (shown, id) = (self.args.tokens.display(), text.ids[at]);
+                bail!("{shown}: token {at} of list {i} is {id}, the vocabulary has {vocab}");
+            }
         }
         let logits = Tensor::new("logits", "F32", &[rows, vocab]);
         let mut positions = Tensor::new("positions", "I32", &[rows]);
-        for position in self.positions.clone() {
-            positions.i32s([i32::try_from(position)?]);
+        let mut input_ids = Tensor::new("input_ids", "I32", &[self.texts.iter().map(|t| t.ids.len()).sum()]);
+        // Positions count through all lists, as `input_ids` holds them.
+        let mut first = 0;
+        for text in &self.texts {
+            for row in text.rows.clone() {
+                positions.i32s([i32::try_from(first + row)?]);
+            }
+            input_ids.i32s(text.ids.iter().map(|&id| id as i32));
+            first += text.ids.len();
         }
-        let mut input_ids = Tensor::new("input_ids", "I32", &[self.ids.len()]);
-        input_ids.i32s(self.ids.iter().map(|&id| id as i32));
         let count = if self.args.layers { config.layers.len() } else { 0 };
         let mut layers: Vec<_> = (0..count).map(|i| LayerTensors::new(config, i, rows)).collect();
         let path = &self.args.output;
@@ -199,14 +231,33 @@ impl LogitsTask<'_> {
             header(std::iter::once(logits).chain(small).chain(layers.iter().flat_map(LayerTensors::tensors)));
         out.write_all(&(header.len() as u64).to_le_bytes())?;
         out.write_all(header.as_bytes())?;
-        let mut sequence = driver.open(0)?;
+        for (stream, text) in self.texts.iter().enumerate() {
+            self.rows(driver, stream as u64, text, layers, &mut out)?;
+        }
+        for tensor in small.iter().chain(layers.iter().flat_map(LayerTensors::tensors)) {
+            out.write_all(&tensor.data)?;
+        }
+        out.into_inner()?.sync_all()?;
+        Ok(())
+    }
+
+    /// Writes the logits of one list, and adds what its layers did.
+    fn rows<B: Backend>(
+        &self,
+        driver: &mut Driver<B>,
+        stream: u64,
+        text: &Text,
+        layers: &mut [LayerTensors],
+        out: &mut impl Write,
+    ) -> anyhow::Result<()> {
+        let mut sequence = driver.open(stream)?;
         let mut done = 0;
-        for chunk in self.ids.chunks(self.args.prefill_chunk) {
+        for chunk in text.ids.chunks(self.args.prefill_chunk) {
             if crate::INTERRUPTED.load(std::sync::atomic::Ordering::Relaxed) {
                 bail!("interrupted");
             }
-            let first = self.positions.start.clamp(done, done + chunk.len()) - done;
-            let last = self.positions.end.clamp(done, done + chunk.len()) - done;
+            let first = text.rows.start.clamp(done, done + chunk.len()) - done;
+            let last = text.rows.end.clamp(done, done + chunk.len()) - done;
             driver.record = (!layers.is_empty()).then(Vec::new);
             let want = if first < last { Want::All } else { Want::None };
             let result = driver.prefill(&mut sequence, chunk, want)?;
@@ -220,10 +271,6 @@ impl LogitsTask<'_> {
             done += chunk.len();
         }
         driver.close(sequence);
-        for tensor in small.iter().chain(layers.iter().flat_map(LayerTensors::tensors)) {
-            out.write_all(&tensor.data)?;
-        }
-        out.into_inner()?.sync_all()?;
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! One file per verb.
 
 use crate::Outcome;
-use crate::args::{BenchMode, Cli, Command};
+use crate::args::{BenchMode, Cli, Command, Given};
 
 mod bench;
 mod convert;
@@ -22,11 +22,12 @@ mod ppl;
 mod recipes;
 mod replay;
 mod report;
+mod reports;
 mod run;
 mod serve;
 mod verify;
 
-pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
+pub(crate) fn run(cli: Cli, given: &Given) -> anyhow::Result<Outcome> {
     let progress = cli.progress;
     match cli.command {
         Command::Fetch(args) => fetch::run(&args, progress),
@@ -40,8 +41,8 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
         Command::Card(args) => files::write_card(&args),
         Command::Run(args) => run::run(&args, progress),
         Command::Serve(args) => serve::run(&args, progress),
-        Command::Kld(args) => kld::run(&args, progress),
-        Command::Ppl(args) => ppl::run(&args, progress),
+        Command::Kld(args) => kld::run(&args, given, progress),
+        Command::Ppl(args) => ppl::run(&args, given, progress),
         Command::Report(args) => report::run(&args),
         Command::Bench(args) => match &args.mode {
             None => bench::run(&args, progress),
@@ -49,7 +50,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<Outcome> {
             Some(BenchMode::Context(args)) => load::context(args),
         },
         Command::Replay(args) => replay::run(&args),
-        Command::Logits(args) => logits::run(&args, progress),
+        Command::Logits(args) => logits::run(&args, given, progress),
         Command::Plan(args) => plan::run(&args, progress),
         Command::Demo(args) => demo::run(&args, progress),
         Command::Doctor(args) => doctor::run(&args),

@@ -2,7 +2,7 @@
 
 use super::convert::interrupt;
 use crate::INTERRUPTED;
-use crate::args::{KvDtype, ModelArgs, ProgressMode};
+use crate::args::{Given, KvDtype, ModelArgs, ProgressMode};
 use crate::output::{self, usage};
 use crate::progress::Reporter;
 use anyhow::{Context as _, bail};
@@ -295,6 +295,17 @@ impl OpenModel {
         };
         Ok(ChatFormat::new(&resources)?)
     }
+}
+
+/// Refuses options of a model that the backend it runs on does not take.
+pub(crate) fn refuse_idle(given: &Given, backend: BackendKind) -> anyhow::Result<()> {
+    if !matches!(backend, BackendKind::Cuda(_)) {
+        given.idle(&["--vram-budget-mib", "--expert-ram-mib"], "the engine does not run on a CUDA device")?;
+    }
+    if backend == BackendKind::Lossless {
+        given.idle(&["--threads", "--threads-batch"], "the lossless backend takes every core it may use")?;
+    }
+    Ok(())
 }
 
 /// A thread count, 0 where none is given.

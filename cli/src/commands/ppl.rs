@@ -1,9 +1,10 @@
 //! `infernix ppl`: perplexity of one engine over windows of texts.
 
 use super::engine::{Needs, Task, with_needs};
-use super::kld::{Form, describe};
-use super::model::OpenModel;
-use crate::args::{PplArgs, ProgressMode};
+use super::kld::describe;
+use super::model::{OpenModel, refuse_idle};
+use super::reports::{self, Form};
+use crate::args::{Given, PplArgs, ProgressMode};
 use crate::output::{self, usage};
 use crate::progress::Steps;
 use crate::{INTERRUPTED, Outcome};
@@ -15,17 +16,17 @@ use infernix_measure::{DriverSource, PplOptions, PplReport, TokenStream, ppl};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-pub(crate) fn run(args: &PplArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
-    for path in &args.output {
-        if Form::of(path)? == Form::Page {
-            return Err(usage("ppl writes .json and .md; `infernix report` makes a page of them"));
-        }
+pub(crate) fn run(args: &PplArgs, given: &Given, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    // `report` makes a page of them.
+    reports::check(&args.output, &[Form::Json, Form::Markdown], &[])?;
+    if args.context < 2 {
+        return Err(usage("--context must be at least 2: a window's first token is not scored"));
     }
-    output::check_places(&args.output.iter().map(|p| p.as_path()).collect::<Vec<_>>())?;
-    if args.stride == 0 || args.stride >= args.context {
+    let stride = args.stride.unwrap_or(args.context / 2);
+    if stride == 0 || stride >= args.context {
         return Err(usage(format!(
-            "--stride {} must lie between 1 and --context - 1: windows of {} overlap by at least one token",
-            args.stride, args.context
+            "--stride {stride} must lie between 1 and --context - 1: windows of {} overlap by at least one token",
+            args.context
         )));
     }
     if args.prefill_chunk == 0 {
@@ -42,6 +43,7 @@ pub(crate) fn run(args: &PplArgs, progress: ProgressMode) -> anyhow::Result<Outc
         }
     };
     let open = OpenModel::new(&args.model, progress)?;
+    refuse_idle(given, open.backend)?;
     let format = open.chat_format()?;
     let tokenizer = format.tokenizer();
     let source = ArtifactSource::new(Arc::clone(&open.artifact))?;
@@ -56,7 +58,7 @@ pub(crate) fn run(args: &PplArgs, progress: ProgressMode) -> anyhow::Result<Outc
         corpus: corpus.id,
         mode: corpus.mode,
         context: args.context,
-        stride: args.stride,
+        stride,
         valid_vocab: (tokenizer.addressable() as usize).min(vocab),
     };
     let streams = corpus.streams.into_iter().map(stream).collect::<anyhow::Result<Vec<_>>>()?;
@@ -97,12 +99,11 @@ fn print(args: &PplArgs, report: &PplReport) -> anyhow::Result<Outcome> {
     } else {
         output::print(&report.to_text())?;
     }
-    for path in &args.output {
-        let text = match Form::of(path)? {
+    reports::write(&args.output, |_, form| {
+        Ok(match form {
             Form::Json => format!("{:#}\n", report.to_json()),
             _ => report.to_markdown(),
-        };
-        output::write_report(path, &text)?;
-    }
+        })
+    })?;
     Ok(Outcome::Done)
 }

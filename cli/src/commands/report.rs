@@ -7,9 +7,7 @@ use anyhow::Context as _;
 use infernix_measure::page;
 
 pub(crate) fn run(args: &ReportArgs) -> anyhow::Result<Outcome> {
-    if args.output.extension().is_none_or(|e| e != "html") {
-        return Err(output::usage("--output takes a name that ends in .html"));
-    }
+    super::reports::check(std::slice::from_ref(&args.output), &[super::reports::Form::Page], &[])?;
     let mut documents = Vec::new();
     for path in &args.files {
         // A replay's document is known by its folder.
@@ -20,6 +18,7 @@ pub(crate) fn run(args: &ReportArgs) -> anyhow::Result<Outcome> {
     let page = page(&args.title, &documents)?;
     if let Some(folder) = &args.plots {
         std::fs::create_dir_all(folder).with_context(|| format!("{} cannot be created", folder.display()))?;
+        page.plots.iter().try_for_each(|(name, _)| super::reports::spare(&folder.join(name)))?;
         for (name, svg) in &page.plots {
             output::write_report(&folder.join(name), svg)?;
         }

@@ -9,6 +9,10 @@ use crate::stats::percentile;
 
 /// Resamples of a published figure.
 pub const RESAMPLES: usize = 2000;
+/// Fewer resamples give no 2.5th percentile worth the name.
+pub const MIN_RESAMPLES: usize = 100;
+/// Fewer chunks give no interval: of three there are ten different resamples.
+pub const MIN_CHUNKS: usize = 4;
 /// Seed of the draws.
 pub const SEED: u64 = 20_261_105;
 
@@ -35,9 +39,9 @@ impl SplitMix {
 }
 
 impl Draws {
-    /// Draws for `chunks` chunks. Fewer than two chunks give no interval.
+    /// Draws for `chunks` chunks. Fewer than [`MIN_CHUNKS`] give no interval.
     pub fn new(chunks: usize, resamples: usize, seed: u64) -> Self {
-        let resamples = if chunks < 2 { 0 } else { resamples };
+        let resamples = if chunks < MIN_CHUNKS { 0 } else { resamples };
         let mut counts = vec![0; chunks * resamples];
         let mut random = SplitMix(seed);
         for own in counts.chunks_exact_mut(chunks.max(1)) {
@@ -132,7 +136,9 @@ mod tests {
         let [low, high] = draws.mean(&sums, 1).unwrap();
         // Standard error 0.025: ±1.96 of it, within what 2,000 resamples resolve.
         assert!((low - 0.451).abs() < 0.006 && (high - 0.549).abs() < 0.006, "{low} {high}");
-        assert!(Draws::new(1, RESAMPLES, SEED).mean(&[1.0], 1).is_none());
+        for few in 1..MIN_CHUNKS {
+            assert!(Draws::new(few, RESAMPLES, SEED).mean(&vec![1.0; few], 1).is_none());
+        }
         assert!(draws.ratio(&sums, &[0.0; 400]).is_none());
     }
 

@@ -43,14 +43,45 @@ impl StoredFile {
         }
     }
 
-    /// The text it was made from, as chunks: of `ctx` tokens where the file does not say (logits), and at most `limit`
-    /// of them where it keeps the tokens themselves.
-    pub fn chunks(&self, ctx: usize, limit: Option<usize>) -> Result<Chunks> {
-        let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    /// Tokens per chunk, where the file says so.
+    pub fn ctx(&self) -> Option<usize> {
         match self {
-            Self::Llama(f) => Chunks::new(&name(f.path()), b"", f.tokens(), f.header().ctx as usize, limit),
-            Self::Reference(f) => Ok(Chunks::of_header(f.header())),
-            Self::Logits(f) => Chunks::new(&name(f.path()), b"", f.tokens(), ctx, limit),
+            Self::Llama(f) => Some(f.header().ctx as usize),
+            Self::Reference(f) => Some(f.header().ctx as usize),
+            Self::Logits(_) => None,
+        }
+    }
+
+    /// Its file.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Llama(f) => f.path(),
+            Self::Reference(f) => f.path(),
+            Self::Logits(f) => f.path(),
+        }
+    }
+
+    /// The text it was made from, as chunks of `ctx` tokens, at most `limit` of them.
+    ///
+    /// # Errors
+    /// A file of chunks of another length; a text shorter than one chunk.
+    pub fn chunks(&self, ctx: usize, limit: Option<usize>) -> Result<Chunks> {
+        if let Some(own) = self.ctx().filter(|own| *own != ctx) {
+            return Err(MeasureError::Mismatch {
+                what: format!("{}: context", self.path().display()),
+                expected: ctx.to_string(),
+                found: own.to_string(),
+                advice: "leave --ctx out to take the file's",
+            });
+        }
+        let name = self.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+        match self {
+            Self::Llama(f) => Chunks::new(&name, b"", f.tokens(), ctx, limit),
+            Self::Logits(f) => Chunks::new(&name, b"", f.tokens(), ctx, limit),
+            Self::Reference(f) => {
+                let all = Chunks::of_header(f.header());
+                limit.map_or(Ok(all.clone()), |n| all.first(n))
+            }
         }
     }
 
@@ -96,7 +127,7 @@ pub fn compare(
     interrupt: &AtomicBool,
 ) -> Result<KldReport> {
     let base = StoredFile::open(reference)?;
-    let mut options = KldOptions::new(base.chunks(512, None)?, base.valid_vocab());
+    let mut options = KldOptions::new(base.chunks(base.ctx().unwrap_or(512), None)?, base.valid_vocab());
     options.llama_compat = llama_compat;
     let engine = test.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let tests = vec![Test { engine, rows: StoredFile::open(test)?.rows() }];

@@ -48,6 +48,8 @@ pub struct Chunks {
     /// Tokens of the chunks taken; empty where a file keeps only their digest.
     tokens: Vec<u32>,
     tokens_blake3: String,
+    /// Chunks and digest of the tokens from which these are the first ones.
+    whole: Option<(usize, String)>,
 }
 
 impl Chunks {
@@ -80,7 +82,31 @@ impl Chunks {
             requested: limit,
             tokens: tokens[..count * ctx].to_vec(),
             tokens_blake3: tokens_blake3(&tokens[..count * ctx]),
+            whole: None,
         })
+    }
+
+    /// The first `limit` of these chunks; files made from all of them still fit. Where the tokens are not known, the digest
+    /// stays that of all.
+    pub fn first(mut self, limit: usize) -> Result<Self> {
+        if limit == 0 {
+            return Err(MeasureError::Options("0 chunks asked for; at least 1 is needed".into()));
+        }
+        (self.available, self.requested) = (self.count, Some(limit));
+        if limit < self.count {
+            self.whole = Some((self.count, self.tokens_blake3.clone()));
+            self.count = limit;
+            self.tokens.truncate(limit * self.ctx);
+            if !self.tokens.is_empty() {
+                self.tokens_blake3 = tokens_blake3(&self.tokens);
+            }
+        }
+        Ok(self)
+    }
+
+    /// Chunks and digest of the tokens from which these are the first ones.
+    pub(crate) fn whole(&self) -> Option<(usize, &str)> {
+        self.whole.as_ref().map(|(n, digest)| (*n, digest.as_str()))
     }
 
     /// The text a reference file was made from, known by its digest alone.
@@ -94,6 +120,7 @@ impl Chunks {
             requested: None,
             tokens: Vec::new(),
             tokens_blake3: h.tokens_blake3.clone(),
+            whole: None,
         }
     }
 
@@ -205,29 +232,67 @@ struct ManifestStream {
     path: String,
 }
 
+impl Manifest {
+    /// The streams' files, in order, of a manifest that holds together.
+    fn check(&self, manifest: &Path) -> std::result::Result<Vec<PathBuf>, String> {
+        let folder = manifest.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let inside = folder.canonicalize().map_err(|e| format!("{}: {e}", folder.display()))?;
+        let mut places: Vec<(&str, PathBuf)> = Vec::new();
+        let mut files = Vec::new();
+        for s in &self.streams {
+            let (id, path) = (&s.id, Path::new(&s.path));
+            if places.iter().any(|(other, _)| other == id) {
+                return Err(format!("two streams are named {id}"));
+            }
+            if s.path.is_empty() || !path.components().all(|c| matches!(c, Component::Normal(_))) {
+                return Err(format!("stream {id}: {} is not a plain relative path", s.path));
+            }
+            let file = folder.join(path);
+            let place = file.canonicalize().map_err(|e| format!("stream {id}: {}: {e}", s.path))?;
+            if !place.starts_with(&inside) {
+                return Err(format!("stream {id}: {} is a link out of the manifest's folder", s.path));
+            }
+            if let Some((other, _)) = places.iter().find(|(_, p)| *p == place) {
+                return Err(format!("streams {other} and {id} are the same file {}", s.path));
+            }
+            places.push((id, place));
+            files.push(file);
+        }
+        for (mode, ids) in &self.modes {
+            for (i, id) in ids.iter().enumerate() {
+                if !places.iter().any(|(known, _)| known == id) {
+                    return Err(format!("mode {mode} names stream {id}, which it does not have"));
+                }
+                if ids[..i].contains(id) {
+                    return Err(format!("mode {mode} names stream {id} twice"));
+                }
+            }
+        }
+        Ok(files)
+    }
+}
+
 impl Corpus {
     /// Reads a manifest: `{corpus_id, streams:[{id, domain, path}], modes:{NAME:[ids]}}`, paths relative to it.
+    ///
+    /// # Errors
+    /// The manifest as a whole is checked, whatever `mode` takes of it: names and files that occur twice, modes of streams
+    /// that are not there, files that lie outside of its folder.
     pub fn load(manifest: &Path, mode: &str) -> Result<Self> {
         let name = manifest.display().to_string();
         let wrong = |what: String| MeasureError::Corpus { corpus: name.clone(), what };
         let bytes = std::fs::read(manifest).map_err(MeasureError::io(manifest, "reading"))?;
         let m: Manifest =
             serde_json::from_slice(&bytes).map_err(|e| wrong(format!("no corpus manifest: {e}")))?;
+        let files = m.check(manifest).map_err(wrong)?;
         let Some(ids) = m.modes.get(mode) else {
             let known: Vec<_> = m.modes.keys().cloned().collect();
             return Err(wrong(format!("no mode {mode}; it has {}", known.join(", "))));
         };
         let mut streams = Vec::new();
         for id in ids {
-            let s = m.streams.iter().find(|s| s.id == *id);
-            let s =
-                s.ok_or_else(|| wrong(format!("mode {mode} names stream {id}, which it does not have")))?;
-            let path = Path::new(&s.path);
-            if s.path.is_empty() || !path.components().all(|c| matches!(c, Component::Normal(_))) {
-                return Err(wrong(format!("stream {id}: {} is not a plain relative path", s.path)));
-            }
-            let file: PathBuf = manifest.parent().unwrap_or(Path::new(".")).join(path);
-            let text = read_text(&file)?;
+            let Some((s, file)) = m.streams.iter().zip(&files).find(|(s, _)| s.id == *id) else { continue };
+            let text = read_text(file)?;
             streams.push(TextStream {
                 id: s.id.clone(),
                 domain: s.domain.clone(),
@@ -301,17 +366,50 @@ mod tests {
         std::fs::write(dir.path().join("a.txt"), "hello").unwrap();
         let write = |path: &str| {
             let text = format!(
-                r#"{{"corpus_id":"c","streams":[{{"id":"a","domain":"d","path":"{path}"}}],"modes":{{"full":["a"],"bad":["b"]}}}}"#
+                r#"{{"corpus_id":"c","streams":[{{"id":"a","domain":"d","path":"{path}"}}],"modes":{{"full":["a"]}}}}"#
             );
             std::fs::write(&m, text).unwrap();
         };
         write("a.txt");
         assert_eq!(Corpus::load(&m, "full").unwrap().streams[0].text, "hello");
-        assert!(Corpus::load(&m, "bad").unwrap_err().to_string().contains("stream b"));
         assert!(Corpus::load(&m, "quick").unwrap_err().to_string().contains("no mode quick"));
-        for path in ["../a.txt", "/etc/passwd", "", "x/../../a.txt"] {
+        let outside = tempfile::tempdir().unwrap();
+        std::fs::write(outside.path().join("b.txt"), "secret").unwrap();
+        std::os::unix::fs::symlink(outside.path().join("b.txt"), dir.path().join("l.txt")).unwrap();
+        std::os::unix::fs::symlink(outside.path(), dir.path().join("l")).unwrap();
+        for path in ["../a.txt", "/etc/passwd", "", "x/../../a.txt", "l.txt", "l/b.txt", "none.txt"] {
             write(path);
-            assert!(Corpus::load(&m, "full").is_err(), "{path}");
+            let e = Corpus::load(&m, "full").unwrap_err().to_string();
+            assert!(e.contains("stream a: ") && e.contains(path), "{path}: {e}");
+        }
+    }
+
+    #[test]
+    fn a_manifest_that_does_not_hold_together_is_refused_with_the_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let m = dir.path().join("manifest.json");
+        std::fs::write(dir.path().join("a.txt"), "hello").unwrap();
+        std::fs::write(dir.path().join("b.txt"), "hello").unwrap();
+        let load = |streams: &[(&str, &str)], quick: &[&str]| {
+            let streams: Vec<_> = streams
+                .iter()
+                .map(|(id, path)| serde_json::json!({ "id": id, "domain": "d", "path": path }))
+                .collect();
+            let modes = serde_json::json!({ "full": ["a"], "quick": quick });
+            let text = serde_json::json!({ "corpus_id": "c", "streams": streams, "modes": modes });
+            std::fs::write(&m, text.to_string()).unwrap();
+            Corpus::load(&m, "full").map_err(|e| e.to_string())
+        };
+        let two = [("a", "a.txt"), ("b", "b.txt")];
+        assert_eq!(load(&two, &["b", "a"]).unwrap().streams.len(), 1);
+        for (streams, quick, words) in [
+            (&two, &["b", "c"][..], "mode quick names stream c, which"),
+            (&two, &["b", "b"], "mode quick names stream b twice"),
+            (&[("a", "a.txt"), ("a", "b.txt")], &[], "two streams are named a"),
+            (&[("a", "a.txt"), ("b", "a.txt")], &[], "streams a and b are the same file a.txt"),
+        ] {
+            let e = load(streams, quick).unwrap_err();
+            assert!(e.contains(words), "{e}");
         }
     }
 

@@ -41,10 +41,10 @@ pub enum MeasureError {
         advice: &'static str,
     },
     /// A logit that is no number, or infinite.
-    #[error("row {row}: the logit of id {id} is {value}; nothing can be measured on it")]
+    #[error("{place}: the logit of id {id} is {value}; nothing can be measured on it")]
     NotFinite {
-        /// Scored row.
-        row: usize,
+        /// Whose row it is: file or engine, chunk and row.
+        place: String,
         /// Token id.
         id: usize,
         /// The value.

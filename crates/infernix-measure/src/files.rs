@@ -12,15 +12,30 @@ pub(crate) fn partial(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Opens `NAME.partial`: new with `head`, or an existing one that starts with `head`, cut to `keep` bytes.
-pub(crate) fn start(path: &Path, head: &[u8], keep: u64, resume: bool) -> Result<(File, PathBuf)> {
-    if path.exists() {
+/// Refuses a name that is taken, and for a new file the partial name of an unfinished one: hours may lie in it.
+pub(crate) fn check_free(path: &Path, resume: bool) -> Result<()> {
+    // Of a link that leads nowhere the name is taken too.
+    if path.symlink_metadata().is_ok() {
         return Err(MeasureError::Options(format!("{} exists; nothing is overwritten", path.display())));
     }
     let partial = partial(path);
+    if !resume && partial.symlink_metadata().is_ok() {
+        return Err(MeasureError::Options(format!(
+            "{} is there from an unfinished run; nothing is overwritten: resume that run with its options, remove the file to \
+             give it up, or save under another name",
+            partial.display()
+        )));
+    }
+    Ok(())
+}
+
+/// Opens `NAME.partial`: new with `head`, or an existing one that starts with `head`, cut to `keep` bytes.
+pub(crate) fn start(path: &Path, head: &[u8], keep: u64, resume: bool) -> Result<(File, PathBuf)> {
+    check_free(path, resume)?;
+    let partial = partial(path);
     let io = |what| MeasureError::io(&partial, what);
     if !resume {
-        let mut file = File::create(&partial).map_err(io("creating"))?;
+        let mut file = File::create_new(&partial).map_err(io("creating"))?;
         file.write_all(head).map_err(io("writing"))?;
         return Ok((file, partial));
     }

@@ -10,8 +10,9 @@ use crate::reference::{ReferenceFile, ReferenceHeader, ReferenceWriter, StoredRo
 use crate::report::{KldReport, Measured};
 use crate::row::{Logits, RowScore, score_against_log_probs, score_log_probs};
 use crate::source::{Call, LogitsSource, Path as Reading};
-use crate::state::State;
+use crate::state::{Opened, State, StatePlace};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,10 +31,12 @@ pub struct KldOptions {
     pub resamples: usize,
     /// Seed of the bootstrap.
     pub seed: u64,
-    /// File that keeps scores until the run is complete.
-    pub state: Option<PathBuf>,
-    /// Go on from that file.
+    /// Where scores are kept until the run is complete.
+    pub state: Option<StatePlace>,
+    /// Go on from what is kept there.
     pub resume: bool,
+    /// What was asked for, by the names a user knows: told apart where a run is resumed with other values.
+    pub asked: BTreeMap<String, String>,
     /// Save the reference as our own compressed file.
     pub save_reference: Option<PathBuf>,
     /// Ids a saved row keeps.
@@ -56,6 +59,7 @@ impl KldOptions {
             seed: SEED,
             state: None,
             resume: false,
+            asked: BTreeMap::new(),
             save_reference: None,
             top_k: TOP_K,
             save_base: None,
@@ -131,8 +135,76 @@ pub struct Running {
     pub total: usize,
     /// Seconds since the start.
     pub seconds: f64,
-    /// Each test's name, mean KLD and share of equal top tokens so far.
-    pub tests: Vec<(String, f64, f64)>,
+    /// Each test so far.
+    pub tests: Vec<RunningTest>,
+}
+
+/// One test so far.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunningTest {
+    /// Its name.
+    pub engine: String,
+    /// `prompt`, `decode` or `file`.
+    pub path: &'static str,
+    /// Seed of honest rounding, where it is a run of the yardstick.
+    pub rounding: Option<u64>,
+    /// Mean KLD.
+    pub mean_kld: f64,
+    /// Share of equal top tokens.
+    pub top1: f64,
+}
+
+/// What a run has begun on disk. Dropped before a chunk was finished, nothing of it stays.
+struct Begun {
+    state: Option<State>,
+    /// Partial names of the outputs.
+    partials: Vec<PathBuf>,
+    /// Whether the state holds work that the partial files belong to.
+    keep: bool,
+}
+
+impl Begun {
+    /// Opens the state and sees that all outputs can be written, before anything is put on disk.
+    fn new(options: &KldOptions, opened: Option<Opened>) -> Result<(Self, Vec<Vec<RowScore>>)> {
+        let (mut state, done, ours) =
+            opened.map_or((None, Vec::new(), false), |o| (Some(o.state), o.done, o.ours));
+        let outputs = || options.save_reference.iter().chain(&options.save_base);
+        let partials: Vec<PathBuf> = outputs().map(|p| crate::files::partial(p)).collect();
+        let keep = !done.is_empty();
+        if ours && !keep {
+            // This run's own, of which no chunk was finished.
+            partials.iter().for_each(|p| drop(std::fs::remove_file(p)));
+        }
+        outputs().try_for_each(|p| crate::files::check_free(p, keep))?;
+        if let Some(state) = &mut state {
+            state.begin()?;
+        }
+        Ok((Self { state, partials, keep }, done))
+    }
+
+    fn record(&mut self, chunks: Range<usize>, rows: &[Vec<RowScore>]) -> Result<()> {
+        let Some(state) = &mut self.state else { return Ok(()) };
+        self.keep = true;
+        chunks.zip(rows).try_for_each(|(chunk, rows)| state.append(chunk, rows))
+    }
+
+    /// The run is complete and its outputs have their names.
+    fn finish(mut self) -> Result<()> {
+        self.partials.clear();
+        self.keep = false;
+        self.state.as_mut().map_or(Ok(()), State::remove)
+    }
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        if !self.keep {
+            self.partials.iter().for_each(|p| drop(std::fs::remove_file(p)));
+            if let Some(state) = &mut self.state {
+                let _ = state.remove();
+            }
+        }
+    }
 }
 
 enum ReferenceRow {
@@ -172,35 +244,33 @@ pub fn kld(
     check_files(&header, chunks, &mut reference, &mut tests)?;
 
     let engines: Vec<Value> = tests.iter().map(|t| describe_test(sources, t)).collect();
-    let (mut state, mut done) = match &options.state {
-        Some(path) => {
-            let key = json!({ "reference": header, "tests": engines, "llama_compat": options.llama_compat,
+    let base_header = BaseHeader { ctx: header.ctx, vocab: header.vocab, chunks: header.chunks };
+    if let Some(path) = &options.save_reference {
+        crate::files::check_space(path, ReferenceWriter::size(&header)?)?;
+    }
+    if let Some(path) = &options.save_base {
+        crate::files::check_space(path, base_header.bytes())?;
+    }
+    let opened = match &options.state {
+        Some(place) => {
+            let of = json!({ "reference": header, "tests": engines, "llama_compat": options.llama_compat,
                 "save_reference": options.save_reference.is_some(), "save_base": options.save_base.is_some() });
-            let (state, done) = State::open(path, &key, per_chunk * tests.len(), options.resume)?;
-            (Some(state), done)
+            let key = json!({ "options": options.asked, "of": of });
+            Some(State::open(place, &key, per_chunk * tests.len(), options.resume)?)
         }
         None if options.resume => {
             return Err(MeasureError::Options("resuming needs the file that holds the state".into()));
         }
-        None => (None, Vec::new()),
+        None => None,
     };
+    let (mut begun, mut done) = Begun::new(options, opened)?;
     done.truncate(chunks.count);
     let finished = done.len();
-    let mut saved = match &options.save_reference {
-        Some(path) => {
-            crate::files::check_space(path, ReferenceWriter::size(&header)?)?;
-            Some(ReferenceWriter::create(path, header.clone(), finished)?)
-        }
-        None => None,
-    };
-    let mut base = match &options.save_base {
-        Some(path) => {
-            let head = BaseHeader { ctx: header.ctx, vocab: header.vocab, chunks: header.chunks };
-            crate::files::check_space(path, head.bytes())?;
-            Some(BaseWriter::create(path, head, chunks.tokens(), finished)?)
-        }
-        None => None,
-    };
+    let saved = options.save_reference.as_ref();
+    let mut saved = saved.map(|path| ReferenceWriter::create(path, header.clone(), finished)).transpose()?;
+    let base = options.save_base.as_ref();
+    let mut base =
+        base.map(|path| BaseWriter::create(path, base_header, chunks.tokens(), finished)).transpose()?;
 
     let mut scores: Vec<Vec<RowScore>> = vec![Vec::new(); tests.len()];
     for chunk in done {
@@ -215,7 +285,13 @@ pub fn kld(
         tests: tests
             .iter()
             .zip(scores)
-            .map(|(t, s)| (t.engine.clone(), mean(s, |r| r.kld), mean(s, same)))
+            .map(|(t, s)| RunningTest {
+                engine: t.engine.clone(),
+                path: t.path(),
+                rounding: t.rounding(),
+                mean_kld: mean(s, |r| r.kld),
+                top1: mean(s, same),
+            })
             .collect(),
     };
     let mut next = finished;
@@ -223,8 +299,9 @@ pub fn kld(
         let group = next..(next + options.group.max(1)).min(chunks.count);
         let stop = || -> Result<()> {
             if interrupt.load(Ordering::Relaxed) {
-                let advice =
-                    if options.state.is_some() { "run again with --resume" } else { "no state was kept" };
+                // What was not finished is not kept either.
+                let kept = options.state.is_some() && group.start > 0;
+                let advice = if kept { "run again with --resume" } else { "nothing was kept" };
                 return Err(MeasureError::Interrupted { done: group.start, total: chunks.count, advice });
             }
             Ok(())
@@ -253,9 +330,7 @@ pub fn kld(
                 own.extend(new);
             }
         }
-        if let Some(state) = &mut state {
-            group.clone().zip(&of_group).try_for_each(|(chunk, rows)| state.append(chunk, rows))?;
-        }
+        begun.record(group.clone(), &of_group)?;
         next = group.end;
         progress(&running(next, &tests, &scores));
     }
@@ -272,9 +347,7 @@ pub fn kld(
     let drafting = tests.iter().map(drafting).collect();
     let measured = Measured { tests: &tests, engines, drafting, scores, elapsed: started.elapsed() };
     let report = KldReport::new(options, &reference, description, measured)?;
-    if let Some(state) = state {
-        state.remove()?;
-    }
+    begun.finish()?;
     Ok(report)
 }
 
@@ -365,7 +438,14 @@ fn check_files(
     reference: &mut Reference,
     tests: &mut [Test],
 ) -> Result<()> {
-    let stored = |f: &ReferenceFile| header.must_equal(f.header(), f.path());
+    // Of a file's text the first chunks may be measured alone.
+    let stored = |f: &ReferenceFile| {
+        let mut own = header.clone();
+        if let Some((count, tokens)) = chunks.whole().filter(|w| w.0 == f.header().chunks as usize) {
+            (own.chunks, own.tokens_blake3) = (count as u32, tokens.to_owned());
+        }
+        own.must_equal(f.header(), f.path())
+    };
     let llama = |f: &BaseFile| {
         let h = f.header();
         let expected = format!("{} of {}", chunks.count, chunks.ctx);
@@ -461,7 +541,8 @@ fn reference_rows(
             group.clone().map(|chunk| (0..n).map(|i| f.row(chunk, i).map(coded)).collect()).collect()
         }
         Reference::Logits(f) => {
-            group.clone().map(|chunk| (0..n).map(|i| ready(chunk, i, &f.row(chunk, i)?)).collect()).collect()
+            let row = |chunk, i| placed(ready(chunk, i, &f.row(chunk, i)?), || f.place(chunk, i));
+            group.clone().map(|chunk| (0..n).map(|i| row(chunk, i)).collect()).collect()
         }
         Reference::Source(index) => {
             let mut rows: Vec<Vec<ReferenceRow>> = group.clone().map(|_| Vec::with_capacity(n)).collect();
@@ -471,13 +552,23 @@ fn reference_rows(
                 if let Some(writer) = base.as_deref_mut() {
                     writer.row(logits)?;
                 }
-                rows[c].push(ready(group.start + c, i, logits)?);
+                let chunk = group.start + c;
+                let place = || format!("the reference: row {i} of chunk {chunk}");
+                rows[c].push(placed(ready(chunk, i, logits), place)?);
                 Ok(())
             })?;
             rows.iter().try_for_each(|r| expect(r.len(), n, "the reference"))?;
             Ok(rows)
         }
     }
+}
+
+/// Says where a row comes from in which a logit is not finite.
+fn placed<T>(row: Result<T>, place: impl FnOnce() -> String) -> Result<T> {
+    row.map_err(|e| match e {
+        MeasureError::NotFinite { id, value, .. } => MeasureError::NotFinite { place: place(), id, value },
+        other => other,
+    })
 }
 
 fn expect(found: usize, rows: usize, whose: &str) -> Result<()> {
@@ -525,7 +616,9 @@ fn test_rows(
             source.set_rounding(*rounding)?;
             let result = source.rows_of(&calls(chunks, group, *path), &mut |c, i, logits| {
                 let Some(row) = reference[c].get(i) else { return expect(i + 1, n, &test.engine) };
-                scores[c].push(score(group.start + c, i, row, logits)?);
+                let chunk = group.start + c;
+                let place = || format!("{} ({}): row {i} of chunk {chunk}", test.engine, path.name());
+                scores[c].push(placed(score(chunk, i, row, logits), place)?);
                 Ok(())
             });
             source.set_rounding(None)?;
@@ -533,7 +626,9 @@ fn test_rows(
             scores.iter().try_for_each(|s| expect(s.len(), n, &test.engine))?;
             Ok(scores)
         }
-        Rows::Logits(file) => each(&mut |chunk, i, row| score(chunk, i, row, &file.row(chunk, i)?)),
+        Rows::Logits(file) => each(&mut |chunk, i, row| {
+            placed(score(chunk, i, row, &file.row(chunk, i)?), || file.place(chunk, i))
+        }),
         Rows::Stored(file) => {
             let mut of_chunk = (usize::MAX, Vec::new());
             each(&mut |chunk, i, row| {

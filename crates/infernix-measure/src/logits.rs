@@ -133,10 +133,14 @@ impl LogitsFile {
         if positions.len() != count {
             return Err(wrong(8, format!("{} positions for {count} rows of logits", positions.len())));
         }
-        let rows: HashMap<u32, u64> = positions.iter().copied().zip(0..).collect();
-        if rows.len() != count || positions.iter().any(|p| *p as usize >= tokens.len()) {
-            let what = format!("positions that are not distinct or not below {} input_ids", tokens.len());
-            return Err(wrong(8, what));
+        let mut rows = HashMap::with_capacity(count);
+        for (i, p) in positions.iter().enumerate() {
+            if *p as usize >= tokens.len() {
+                return Err(wrong(8, format!("positions[{i}] is {p}, there are {} input_ids", tokens.len())));
+            }
+            if let Some(first) = rows.insert(*p, i as u64) {
+                return Err(wrong(8, format!("positions[{first}] and positions[{i}] are both {p}")));
+            }
         }
         let start = start + at[0];
         Ok(Self { path: path.to_owned(), file, metadata, tokens, rows, dtype, vocab, start, grid: (0, 0) })
@@ -179,19 +183,31 @@ impl LogitsFile {
             return Err(wrong(at, text[i].to_string(), own[i].to_string()));
         }
         self.grid = (chunks.ctx, chunks.rows().start);
-        let all = (0..chunks.count).flat_map(|c| chunks.rows().map(move |j| (c, j)));
-        for (c, j) in all {
-            if !self.rows.contains_key(&((c * chunks.ctx + j) as u32)) {
-                let what = format!("position {} (row {j} of chunk {c})", c * chunks.ctx + j);
+        let all = (0..chunks.count).flat_map(|c| (0..chunks.rows().len()).map(move |i| (c, i)));
+        for (c, i) in all {
+            let position = self.position(c, i);
+            if !self.rows.contains_key(&position) {
+                let what = format!("row {i} of chunk {c} (position {position})");
                 return Err(wrong(what, "logits".into(), "none".into()));
             }
         }
         Ok(())
     }
 
+    /// Index into the tokens of a scored row of a chunk.
+    fn position(&self, chunk: usize, row: usize) -> u32 {
+        (chunk * self.grid.0 + self.grid.1 + row) as u32
+    }
+
+    /// Names a scored row of a chunk in errors.
+    pub(crate) fn place(&self, chunk: usize, row: usize) -> String {
+        let position = self.position(chunk, row);
+        format!("{}: row {row} of chunk {chunk} (position {position})", self.path.display())
+    }
+
     /// Logits of a scored row of a chunk.
     pub(crate) fn row(&self, chunk: usize, row: usize) -> Result<Vec<f32>> {
-        let position = (chunk * self.grid.0 + self.grid.1 + row) as u32;
+        let position = self.position(chunk, row);
         let size = self.vocab * self.dtype.bytes();
         let Some(index) = self.rows.get(&position) else {
             return Err(MeasureError::format(

@@ -4,6 +4,7 @@ use crate::corpus::{Window, tokens_blake3, windows};
 use crate::error::{MeasureError, Result};
 use crate::row::block_sum;
 use crate::source::{Call, LogitsSource, Path};
+use crate::stats::MIN_ROWS;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -85,11 +86,11 @@ impl Total {
         self.mean().exp()
     }
 
-    /// llama.cpp's ± on the perplexity.
-    pub fn pm(&self) -> f64 {
+    /// llama.cpp's ± on the perplexity; none for fewer than [`MIN_ROWS`] tokens.
+    pub fn pm(&self) -> Option<f64> {
         let n = self.tokens as f64;
         let variance = self.squares / n - self.mean() * self.mean();
-        if self.tokens > 10 && variance > 0.0 { self.ppl() * (variance / (n - 1.0)).sqrt() } else { 0.0 }
+        (self.tokens >= MIN_ROWS).then(|| self.ppl() * (variance.max(0.0) / (n - 1.0)).sqrt())
     }
 
     fn json(&self) -> Value {
@@ -130,10 +131,11 @@ pub struct PplReport {
 }
 
 /// −ln p of `target` in f64 over ids below `valid`, from logits as they are.
-fn nll(row: usize, logits: &[f32], valid: usize, target: usize) -> Result<f64> {
+fn nll(stream: &str, token: usize, logits: &[f32], valid: usize, target: usize) -> Result<f64> {
     let own = &logits[..valid];
     if let Some(id) = own.iter().position(|l| !l.is_finite()) {
-        return Err(MeasureError::NotFinite { row, id, value: own[id] });
+        let place = format!("stream {stream}: the row of token {token}");
+        return Err(MeasureError::NotFinite { place, id, value: own[id] });
     }
     let max = f64::from(own.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     let sum = block_sum(valid, |i| (f64::from(own[i]) - max).exp());
@@ -194,7 +196,7 @@ pub fn ppl(
                         "the engine gave more rows than were asked for".into(),
                     ));
                 };
-                own.add(nll(window.targets.start + i, logits, valid, *target as usize)?);
+                own.add(nll(&stream.id, window.targets.start + i, logits, valid, *target as usize)?);
                 Ok(())
             })?;
             if own.tokens != window.targets.len() {

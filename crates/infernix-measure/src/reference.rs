@@ -277,7 +277,7 @@ impl ReferenceWriter {
         for chunk in 0..done as u64 {
             let at = head.len() as u64 + chunk * header.chunk_bytes();
             file.read_exact_at(&mut bytes, at).map_err(MeasureError::io(&partial, "resuming"))?;
-            chain = check_chunk(&partial, at, chain, &bytes)?;
+            chain = check_chunk(&partial, chunk as usize, at, chain, &bytes)?;
         }
         let mut out = BufWriter::with_capacity(1 << 20, file);
         out.seek(SeekFrom::Start(end)).map_err(MeasureError::io(&partial, "seeking"))?;
@@ -319,11 +319,17 @@ fn link(chain: blake3::Hash, rows: &[u8]) -> blake3::Hash {
     hash.finalize()
 }
 
-fn check_chunk(path: &Path, at: u64, chain: blake3::Hash, bytes: &[u8]) -> Result<blake3::Hash> {
+fn check_chunk(
+    path: &Path,
+    chunk: usize,
+    at: u64,
+    chain: blake3::Hash,
+    bytes: &[u8],
+) -> Result<blake3::Hash> {
     let (rows, digest) = bytes.split_at(bytes.len() - 32);
     let found = link(chain, rows);
     if found.as_bytes() != digest {
-        let what = "this chunk's digest does not hold: the file is damaged, save it again";
+        let what = format!("the digest of chunk {chunk} does not hold: the file is damaged, save it again");
         return Err(MeasureError::format(path, at, what));
     }
     Ok(found)
@@ -408,7 +414,7 @@ impl ReferenceFile {
             let (chain, next) = self.chain;
             let at = self.start + next as u64 * self.header.chunk_bytes();
             self.file.read_exact_at(&mut bytes, at).map_err(MeasureError::io(&self.path, "reading"))?;
-            self.chain = (check_chunk(&self.path, at, chain, &bytes)?, next + 1);
+            self.chain = (check_chunk(&self.path, next, at, chain, &bytes)?, next + 1);
             if next == chunk {
                 let size = self.header.row_bytes() as usize;
                 let rows = bytes[..bytes.len() - 32].chunks_exact(size).enumerate();

@@ -1,13 +1,13 @@
 //! What a comparison reports: JSON (keys of docs/kld.md), a table for people, Markdown for a card.
 
 use crate::bench::machine::Machine;
-use crate::bootstrap::{Draws, Interval};
+use crate::bootstrap::{Draws, Interval, MIN_CHUNKS};
 use crate::error::Result;
 use crate::kld::{KldOptions, Reference, Rows, Test, mean};
-use crate::llama::Printout;
+use crate::llama::{Printout, running};
 use crate::row::RowScore;
 use crate::source::Drafting;
-use crate::stats::{Estimate, Percentiles, Precision, Stats, percentile, stats};
+use crate::stats::{Estimate, MIN_ROWS, Percentiles, Precision, Stats, percentile, stats};
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -28,6 +28,8 @@ pub struct PathReport {
     pub kl: &'static str,
     /// All of llama.cpp's statistics.
     pub stats: Stats,
+    /// Lines of llama.cpp's running table, where its definitions are asked for.
+    pub running: Vec<String>,
     /// 95 % interval of the mean KLD, by chunks.
     pub kld_ci: Option<Interval>,
     /// The same of some percentiles.
@@ -38,14 +40,14 @@ pub struct PathReport {
     pub ppl_ratio_pct: f64,
     /// Its interval.
     pub ppl_ratio_ci: Option<Interval>,
-    /// Mean KLD over that of honest rounding.
+    /// Mean KLD over that of honest rounding, where both cover the same ids.
     pub times_rounding: Option<f64>,
     /// Its interval, both resampled together.
     pub times_rounding_ci: Option<Interval>,
     /// What plots show.
     pub curves: Curves,
-    /// How much more (or less) than the first engine on the same path: its name, the difference of mean KLD, and the
-    /// interval of the difference, both resampled together. Sees what two overlapping intervals do not.
+    /// How much more (or less) than the first engine on the same path whose KLD covers the same ids: its name, the difference
+    /// of mean KLD, and the interval of the difference, both resampled together. Sees what two overlapping intervals do not.
     pub rise: Option<(String, f64, Option<Interval>)>,
     /// What drafting did in this process, where rows came from decode rounds.
     pub drafting: Option<Drafting>,
@@ -104,6 +106,8 @@ pub(crate) struct Measured<'a> {
 pub struct RoundingReport {
     /// Seeds with the mean KLD and share of equal top tokens of each.
     pub seeds: Vec<(u64, f64, f64)>,
+    /// What its KLD covers, as [`PathReport::kl`].
+    pub kl: &'static str,
     /// Mean over the seeds.
     pub mean_kld: f64,
     /// Mean share of equal top tokens.
@@ -156,10 +160,12 @@ impl KldReport {
             let own = sums(rows, per_chunk, |r| r.kld);
             yardstick.iter_mut().zip(own).for_each(|(y, s)| *y += s / seeded.len() as f64);
         }
+        let yardstick_kl = kind(options, reference, None);
         let rounding = (!seeded.is_empty()).then(|| {
             let all: Vec<RowScore> = seeded.iter().flat_map(|(_, rows)| rows.iter().copied()).collect();
             RoundingReport {
                 seeds: seeded.iter().map(|(seed, s)| (*seed, mean(s, |r| r.kld), mean(s, same))).collect(),
+                kl: yardstick_kl,
                 mean_kld: mean(&all, |r| r.kld),
                 top1: mean(&all, same),
                 stats: stats(&all, precision),
@@ -168,21 +174,22 @@ impl KldReport {
             }
         });
 
-        // The first engine of each path, with its sums: what later ones are compared with, chunk by chunk.
-        let mut firsts: Vec<(&'static str, &str, Vec<f64>)> = Vec::new();
+        // The first engine of each path and kind of KLD, with its sums: what later ones are compared with, chunk by chunk.
+        let mut firsts: Vec<([&'static str; 2], &str, Vec<f64>)> = Vec::new();
         let mut paths = Vec::new();
         for (((test, rows), engine), drafting) in tests.iter().zip(&scores).zip(engines).zip(drafting) {
             if test.rounding().is_some() {
                 continue;
             }
             let kld = sums(rows, per_chunk, |r| r.kld);
-            let rise = firsts.iter().find(|f| f.0 == test.path()).map(|(_, engine, first)| {
+            let kl = kind(options, reference, Some(&test.rows));
+            let rise = firsts.iter().find(|f| f.0 == [test.path(), kl]).map(|(_, engine, first)| {
                 let more: Vec<f64> = kld.iter().zip(first).map(|(a, b)| a - b).collect();
                 let value = more.iter().sum::<f64>() / (chunks.count * per_chunk) as f64;
                 ((*engine).to_owned(), value, draws.mean(&more, per_chunk))
             });
             if rise.is_none() {
-                firsts.push((test.path(), &test.engine, kld.clone()));
+                firsts.push(([test.path(), kl], &test.engine, kld.clone()));
             }
             let delta = sums(rows, per_chunk, |r| r.nll_test - r.nll_reference);
             let n = (chunks.count * per_chunk) as f64;
@@ -191,14 +198,23 @@ impl KldReport {
             let lines = [("99.9", 0.999), ("99", 0.99), ("50", 0.5)];
             let percentile_ci = lines
                 .iter()
+                .filter(|(name, _)| told(name, rows.len()))
                 .filter_map(|(name, f)| Some((*name, draws.percentile(rows, per_chunk, *f, |r| r.kld)?)))
                 .collect();
-            let times = rounding.as_ref().filter(|r| r.mean_kld > 0.0).map(|r| s.kld.value / r.mean_kld);
+            if rounding.is_some() && kl != yardstick_kl {
+                notes.push(format!(
+                    "no × rounding for {}: its KLD ({kl}) and that of honest rounding ({yardstick_kl}) cover different ids",
+                    test.engine
+                ));
+            }
+            let like = rounding.as_ref().filter(|r| r.mean_kld > 0.0 && r.kl == kl);
+            let times = like.map(|r| s.kld.value / r.mean_kld);
             paths.push(PathReport {
                 path: test.path().into(),
                 engine: test.engine.clone(),
                 description: engine,
-                kl: kind(options, reference, &test.rows),
+                kl,
+                running: if options.llama_compat { running(rows, per_chunk) } else { Vec::new() },
                 ppl_ratio_pct: pct(delta.iter().sum::<f64>() / n),
                 ppl_ratio_ci: draws.mean(&delta, per_chunk).map(|i| i.map(pct)),
                 kld_ci: draws.mean(&kld, per_chunk),
@@ -212,8 +228,13 @@ impl KldReport {
                 stats: s,
             });
         }
-        if chunks.count < 2 && !tests.is_empty() {
-            notes.push("one chunk gives no interval".into());
+        if chunks.count < MIN_CHUNKS && !tests.is_empty() {
+            let are = if chunks.count == 1 { "chunk gives" } else { "chunks give" };
+            notes.push(format!("{} {are} no interval; at least {MIN_CHUNKS} are needed", chunks.count));
+        }
+        let rows = chunks.count * per_chunk;
+        if rows < MIN_ROWS && !tests.is_empty() {
+            notes.push(format!("{rows} rows give no standard error; at least {MIN_ROWS} are needed"));
         }
         if chunks.corpus == crate::corpus::DEFAULT_CORPUS {
             notes.push(
@@ -263,12 +284,13 @@ impl KldReport {
         let rounding = self.rounding.as_ref().map(|r| {
             let means = r.seeds.iter().map(|s| s.1);
             json!({
+                "kl": r.kl,
                 "seeds": r.seeds.iter().map(|s| s.0).collect::<Vec<_>>(),
                 "mean_kld": r.mean_kld,
                 "range": [means.clone().fold(f64::INFINITY, f64::min), means.fold(0.0, f64::max)],
                 "mean_kld_ci": r.kld_ci,
                 "top1": r.top1,
-                "kld_percentiles": percentiles(&r.stats.kld_percentiles),
+                "kld_percentiles": percentiles(&r.stats.kld_percentiles, r.stats.rows),
                 "curves": r.curves.json(),
                 "per_seed": r.seeds.iter().map(|s| json!({ "seed": s.0, "mean_kld": s.1, "top1": s.2 })).collect::<Vec<_>>(),
             })
@@ -351,18 +373,21 @@ impl KldReport {
             if self.paths.len() > 1 {
                 let _ = writeln!(out, "{} ({})", p.engine, p.path);
             }
-            let _ = write!(out, "{}", Printout(&p.stats));
+            let _ = write!(out, "{}", Printout { running: &p.running, stats: &p.stats });
         }
         out
     }
 
     fn table(&self) -> Vec<Vec<String>> {
         let mut rows = vec![HEAD.map(String::from).to_vec()];
-        let of =
-            |p: &Percentiles, name: &str| p.iter().find(|(n, _)| *n == name).map_or(f64::NAN, |(_, v)| *v);
+        let tail = |s: &Stats| match s.kld_percentiles.iter().find(|(n, _)| *n == "99.9") {
+            Some((_, value)) if s.rows >= TAIL_ROWS => format!("{value:.4}"),
+            _ => format!("n/a ({} rows)", s.rows),
+        };
+        let chunks = self.run.get("chunks").and_then(Value::as_u64).unwrap_or(0);
         let bracket = |v: String, i: Option<Interval>, digits: usize| match i {
             Some([a, b]) => format!("{v} [{a:.digits$}, {b:.digits$}]"),
-            None => v,
+            None => format!("{v} [n/a: {chunks} chunk{}]", if chunks == 1 { "" } else { "s" }),
         };
         if let Some(r) = &self.rounding {
             let share = 100.0 * r.top1;
@@ -371,7 +396,7 @@ impl KldReport {
                 format!("honest rounding, {}", seeds(r.seeds.len())),
                 bracket(format!("{:.6}", r.mean_kld), r.kld_ci, 6),
                 "1".into(),
-                format!("{:.4}", of(&r.stats.kld_percentiles, "99.9")),
+                tail(&r.stats),
                 format!("{share:.2} %"),
                 format!("{:+.3} %", 100.0 * (r.stats.ratio.value - 1.0)),
             ]);
@@ -384,7 +409,7 @@ impl KldReport {
                 p.engine.clone(),
                 bracket(format!("{:.6}", p.stats.kld.value), p.kld_ci, 6),
                 times,
-                format!("{:.4}", of(&p.stats.kld_percentiles, "99.9")),
+                tail(&p.stats),
                 bracket(
                     format!("{:.2} %", 100.0 * p.stats.same_top.value),
                     p.top1_ci.map(|i| i.map(|v| 100.0 * v)),
@@ -405,16 +430,29 @@ pub(crate) fn seeds(n: usize) -> String {
 const HEAD: [&str; 7] =
     ["path", "engine", "mean KLD", "× rounding", "KLD 99.9 %", "top-1", "PPL vs reference"];
 
-fn kind(options: &KldOptions, reference: &Reference, rows: &Rows) -> &'static str {
+/// Rows from which on percentiles of the tails are shown: as many as llama.cpp asks for.
+const TAIL_ROWS: usize = 100;
+
+/// What a KLD covers; `rows` are those under test, none for the reference's own engine.
+fn kind(options: &KldOptions, reference: &Reference, rows: Option<&Rows>) -> &'static str {
     match (reference, rows) {
         (Reference::Stored(_), _) => "top_k",
-        (Reference::Source(_), Rows::Source { .. }) if !options.llama_compat => "full",
-        _ => "cut_16",
+        _ if options.llama_compat => "cut_16",
+        (Reference::Llama(_), _) | (_, Some(Rows::Llama(_))) => "cut_16",
+        // All others hold every logit: live, or in another engine's file.
+        _ => "full",
     }
 }
 
-fn percentiles(p: &Percentiles) -> Value {
-    p.iter().map(|(name, v)| ((*name).to_owned(), json!(v))).collect::<Map<_, _>>().into()
+/// Named percentiles; of few rows only those that are rows themselves.
+fn percentiles(p: &Percentiles, rows: usize) -> Value {
+    let shown = p.iter().filter(|(name, _)| told(name, rows));
+    shown.map(|(name, v)| ((*name).to_owned(), json!(v))).collect::<Map<_, _>>().into()
+}
+
+/// Whether so many rows tell a percentile: its tails need [`TAIL_ROWS`].
+fn told(name: &str, rows: usize) -> bool {
+    rows >= TAIL_ROWS || matches!(name, "max" | "50" | "min")
 }
 
 fn estimate(e: Estimate) -> Value {
@@ -432,7 +470,7 @@ fn path_json(p: &PathReport) -> Value {
         "mean_kld": s.kld.value,
         "mean_kld_ci": p.kld_ci,
         "mean_kld_pm": s.kld.pm,
-        "kld_percentiles": percentiles(&s.kld_percentiles),
+        "kld_percentiles": percentiles(&s.kld_percentiles, s.rows),
         "kld_percentiles_ci": ci,
         "top1": s.same_top.value,
         "top1_ci": p.top1_ci,
@@ -452,7 +490,7 @@ fn path_json(p: &PathReport) -> Value {
         "delta_p": {
             "mean": estimate(s.p_diff),
             "rms": estimate(s.p_diff_rms),
-            "percentiles": percentiles(&s.p_diff_percentiles),
+            "percentiles": percentiles(&s.p_diff_percentiles, s.rows),
         },
     })
 }

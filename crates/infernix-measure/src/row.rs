@@ -68,7 +68,7 @@ impl Logits {
         for (id, &w) in words.iter().enumerate() {
             let value = widen(w);
             if !value.is_finite() {
-                return Err(MeasureError::NotFinite { row, id, value: logits[id] });
+                return Err(MeasureError::NotFinite { place: format!("row {row}"), id, value: logits[id] });
             }
             if value > widen(words[top]) {
                 top = id;

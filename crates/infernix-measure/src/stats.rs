@@ -5,13 +5,16 @@
 
 use crate::row::RowScore;
 
+/// Fewer rows have no standard error, as in llama.cpp, which prints a 0 there.
+pub const MIN_ROWS: usize = 11;
+
 /// A value and llama.cpp's ± on it (one standard error).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Estimate {
     /// The value.
     pub value: f64,
-    /// One standard error, rows taken as independent.
-    pub pm: f64,
+    /// One standard error, rows taken as independent; none for fewer than [`MIN_ROWS`].
+    pub pm: Option<f64>,
 }
 
 /// The lines of llama.cpp's KLD block, top to bottom, with their fractions. Median apart, see [`Percentiles`].
@@ -58,8 +61,8 @@ pub struct Stats {
     pub ppl_test: Estimate,
     /// Perplexity of the reference.
     pub ppl_reference: Estimate,
-    /// Correlation of the two rows of −ln p, −1..1.
-    pub correlation: f64,
+    /// Correlation of the two rows of −ln p, −1..1; none where one of them does not vary, or there are too few.
+    pub correlation: Option<f64>,
     /// ln(PPL test / PPL reference).
     pub ln_ratio: Estimate,
     /// PPL test / PPL reference.
@@ -89,15 +92,14 @@ pub enum Precision {
     Llama,
 }
 
-/// Mean and its standard error; no error for 10 rows or fewer.
+/// Mean and its standard error.
 fn mean(sum: f64, squares: f64, n: usize) -> Estimate {
     if n == 0 {
         return Estimate::default();
     }
     let value = sum / n as f64;
     let variance = squares / n as f64 - value * value;
-    let pm = if variance > 0.0 && n > 10 { (variance / (n - 1) as f64).sqrt() } else { 0.0 };
-    Estimate { value, pm }
+    Estimate { value, pm: (n >= MIN_ROWS).then(|| root(variance / (n - 1) as f64)) }
 }
 
 /// Root of what rounding may have made negative: llama.cpp prints `-nan` there for nearly equal models.
@@ -134,52 +136,118 @@ fn percentile_f32(sorted: &[f64], fraction: f64) -> f64 {
     f64::from((1.0 - part) * value(below) + part * value((below + 1).min(last)))
 }
 
+/// Sums over rows, from which all but the percentiles follow.
+#[derive(Clone, Copy, Debug)]
+pub struct Sums {
+    precision: Precision,
+    rows: usize,
+    same_top: usize,
+    /// Value and square: −ln p under test and by the reference, KLD, Δp, Δp².
+    test: [f64; 2],
+    reference: [f64; 2],
+    kld: [f64; 2],
+    p_diff: [f64; 2],
+    p_diff_squares: [f64; 2],
+    cross: f64,
+}
+
+impl Sums {
+    /// Of no row.
+    pub fn new(precision: Precision) -> Self {
+        let zero = [0.0; 2];
+        Self {
+            precision,
+            rows: 0,
+            same_top: 0,
+            test: zero,
+            reference: zero,
+            kld: zero,
+            p_diff: zero,
+            p_diff_squares: zero,
+            cross: 0.0,
+        }
+    }
+
+    /// Adds a row.
+    pub fn add(&mut self, r: &RowScore) {
+        let product = |a: f64, b: f64| match self.precision {
+            Precision::Double => a * b,
+            Precision::Llama => f64::from(a as f32 * b as f32),
+        };
+        let put = |sums: &mut [f64; 2], value: f64, square: f64| {
+            sums[0] += value;
+            sums[1] += square;
+        };
+        let square = product(r.p_diff, r.p_diff);
+        put(&mut self.test, r.nll_test, product(r.nll_test, r.nll_test));
+        put(&mut self.reference, r.nll_reference, product(r.nll_reference, r.nll_reference));
+        put(&mut self.kld, r.kld, r.kld * r.kld);
+        put(&mut self.p_diff, r.p_diff, square);
+        put(&mut self.p_diff_squares, square, square * square);
+        self.cross += product(r.nll_test, r.nll_reference);
+        self.rows += 1;
+        self.same_top += usize::from(r.same_top);
+    }
+
+    /// The statistics, without percentiles; zeros where there is no row.
+    pub fn stats(&self) -> Stats {
+        let n = self.rows;
+        let of = |sums: [f64; 2]| mean(sums[0], sums[1], n);
+        let (nll, base) = (of(self.test), of(self.reference));
+        let cov = (self.cross / n.max(1) as f64 - nll.value * base.value) / (n.max(2) - 1) as f64;
+        let ppl = |e: Estimate| Estimate { value: e.value.exp(), pm: e.pm.map(|pm| e.value.exp() * pm) };
+        let both = |a: Estimate, b: Estimate| a.pm.zip(b.pm);
+        let (test, reference) = (ppl(nll), ppl(base));
+        let ln_ratio = Estimate {
+            value: nll.value - base.value,
+            pm: both(nll, base).map(|(a, b)| root(a * a + b * b - 2.0 * cov)),
+        };
+        let difference = Estimate {
+            value: test.value - reference.value,
+            pm: both(test, reference)
+                .map(|(a, b)| root(a * a + b * b - 2.0 * test.value * reference.value * cov)),
+        };
+        let mse = of(self.p_diff_squares);
+        let rms = mse.value.sqrt();
+        let share = self.same_top as f64 / n.max(1) as f64;
+        Stats {
+            rows: n,
+            ppl_test: test,
+            ppl_reference: reference,
+            correlation: both(nll, base).filter(|(a, b)| *a > 0.0 && *b > 0.0).map(|(a, b)| cov / (a * b)),
+            ln_ratio,
+            ratio: ppl(ln_ratio),
+            difference,
+            kld: of(self.kld),
+            kld_percentiles: Vec::new(),
+            p_diff: of(self.p_diff),
+            p_diff_percentiles: Vec::new(),
+            p_diff_rms: Estimate {
+                value: rms,
+                pm: mse.pm.map(|pm| if rms > 0.0 { 0.5 / rms * pm } else { 0.0 }),
+            },
+            same_top: Estimate {
+                value: share,
+                pm: (n >= MIN_ROWS).then(|| (share * (1.0 - share) / (n - 1) as f64).sqrt()),
+            },
+        }
+    }
+}
+
 /// Statistics of rows; zeros where there are none.
 pub fn stats(rows: &[RowScore], precision: Precision) -> Stats {
-    let n = rows.len();
-    let double = precision == Precision::Double;
-    let product = |a: f64, b: f64| if double { a * b } else { f64::from(a as f32 * b as f32) };
-    let sum = |f: &dyn Fn(&RowScore) -> f64| rows.iter().map(f).sum::<f64>();
-    let nll = mean(sum(&|r| r.nll_test), sum(&|r| product(r.nll_test, r.nll_test)), n);
-    let base = mean(sum(&|r| r.nll_reference), sum(&|r| product(r.nll_reference, r.nll_reference)), n);
-    let cross = sum(&|r| product(r.nll_test, r.nll_reference));
-    let cov = if n < 10 { 0.0 } else { (cross / n as f64 - nll.value * base.value) / (n - 1) as f64 };
-    let ppl = |e: Estimate| Estimate { value: e.value.exp(), pm: e.value.exp() * e.pm };
-    let (test, reference) = (ppl(nll), ppl(base));
-    let ln_ratio =
-        Estimate { value: nll.value - base.value, pm: root(nll.pm * nll.pm + base.pm * base.pm - 2.0 * cov) };
-    let ratio = Estimate { value: ln_ratio.value.exp(), pm: ln_ratio.value.exp() * ln_ratio.pm };
-    let difference = Estimate {
-        value: test.value - reference.value,
-        pm: root(test.pm * test.pm + reference.pm * reference.pm - 2.0 * test.value * reference.value * cov),
-    };
-    let square = |r: &RowScore| product(r.p_diff, r.p_diff);
-    let mse = mean(sum(&square), sum(&|r| square(r) * square(r)), n);
-    let rms = mse.value.sqrt();
-    let share = rows.iter().filter(|r| r.same_top).count() as f64 / n.max(1) as f64;
-    let lines = |values: Vec<f64>, which: &[(&'static str, f64)]| -> Percentiles {
-        let mut sorted = values;
+    let mut sums = Sums::new(precision);
+    rows.iter().for_each(|r| sums.add(r));
+    let at = if precision == Precision::Double { percentile } else { percentile_f32 };
+    let lines = |value: fn(&RowScore) -> f64, which: &[(&'static str, f64)]| -> Percentiles {
+        let mut sorted: Vec<f64> = rows.iter().map(value).collect();
         sorted.sort_by(f64::total_cmp);
-        let at = if double { percentile } else { percentile_f32 };
         which.iter().map(|(name, f)| (*name, at(&sorted, *f))).collect()
     };
     Stats {
-        rows: n,
-        ppl_test: test,
-        ppl_reference: reference,
-        correlation: if nll.pm > 0.0 && base.pm > 0.0 { cov / (nll.pm * base.pm) } else { 0.0 },
-        ln_ratio,
-        ratio,
-        difference,
-        kld: mean(sum(&|r| r.kld), sum(&|r| r.kld * r.kld), n),
-        kld_percentiles: lines(rows.iter().map(|r| r.kld).collect(), &KLD_LINES),
-        p_diff: mean(sum(&|r| r.p_diff), sum(&square), n),
-        p_diff_percentiles: lines(rows.iter().map(|r| r.p_diff).collect(), &P_DIFF_LINES),
-        p_diff_rms: Estimate { value: rms, pm: if rms > 0.0 { 0.5 / rms * mse.pm } else { 0.0 } },
-        same_top: Estimate {
-            value: share,
-            pm: if n > 1 { (share * (1.0 - share) / (n - 1) as f64).sqrt() } else { 0.0 },
-        },
+        kld_percentiles: lines(|r| r.kld, &KLD_LINES),
+        p_diff_percentiles: lines(|r| r.p_diff, &P_DIFF_LINES),
+        ..sums.stats()
     }
 }
 
@@ -216,18 +284,24 @@ mod tests {
                 (0.0, 0.0, 1.0, 1.0)
             );
             for e in [s.ln_ratio, s.ratio, s.difference, s.p_diff_rms, s.p_diff] {
-                assert!(e.pm.is_finite() && e.pm < 1e-5, "{e:?}");
+                assert!(e.pm.is_some_and(|pm| pm.is_finite() && pm < 1e-5), "{e:?}");
             }
-            assert!((s.correlation - 1.0).abs() < 1e-6);
+            assert!((s.correlation.unwrap() - 1.0).abs() < 1e-6);
         }
     }
 
     #[test]
-    fn no_row_and_one_row_are_no_panic() {
+    fn no_row_and_one_row_have_no_standard_error() {
         assert_eq!(stats(&[], Precision::Double).rows, 0);
         let one = RowScore { kld: 1.0, nll_reference: 1.0, nll_test: 2.0, p_diff: -0.2, same_top: false };
         let s = stats(&[one], Precision::Llama);
-        assert_eq!((s.kld.value, s.kld.pm, s.same_top.value), (1.0, 0.0, 0.0));
+        assert_eq!((s.kld.value, s.kld.pm, s.same_top.value), (1.0, None, 0.0));
+        let ten = stats(&[one; 10], Precision::Double);
+        assert_eq!(
+            [ten.ppl_test.pm, ten.ln_ratio.pm, ten.same_top.pm, ten.p_diff_rms.pm, ten.correlation],
+            [None; 5]
+        );
+        assert!(stats(&[one; 11], Precision::Double).kld.pm.is_some());
     }
 
     proptest! {

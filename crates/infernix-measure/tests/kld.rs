@@ -188,19 +188,19 @@ fn statistics_are_those_of_numpy() {
     let line = |p: &stats::Percentiles, n: &str| p.iter().find(|x| x.0 == n).unwrap().1;
     let got = [
         ("mean_kld", s.kld.value),
-        ("kld_pm", s.kld.pm),
+        ("kld_pm", s.kld.pm.unwrap()),
         ("p999", line(&s.kld_percentiles, "99.9")),
         ("p90", line(&s.kld_percentiles, "90")),
         ("median", line(&s.kld_percentiles, "50")),
         ("p1", line(&s.kld_percentiles, "1")),
         ("ppl_test", s.ppl_test.value),
-        ("ppl_test_pm", s.ppl_test.pm),
+        ("ppl_test_pm", s.ppl_test.pm.unwrap()),
         ("ppl_reference", s.ppl_reference.value),
         ("ln_ratio", s.ln_ratio.value),
-        ("ln_ratio_pm", s.ln_ratio.pm),
-        ("correlation", s.correlation),
+        ("ln_ratio_pm", s.ln_ratio.pm.unwrap()),
+        ("correlation", s.correlation.unwrap()),
         ("dp_mean", s.p_diff.value),
-        ("dp_pm", s.p_diff.pm),
+        ("dp_pm", s.p_diff.pm.unwrap()),
         ("dp_rms", s.p_diff_rms.value),
         ("dp_q75", line(&s.p_diff_percentiles, "75")),
         ("top1", s.same_top.value),
@@ -263,12 +263,26 @@ fn a_saved_reference_gives_a_lower_bound_and_all_else_exactly() {
     tokens[3] = (tokens[3] + 1) % VALID as u32;
     let other = Chunks::new("golden", b"", &tokens, CTX, None).unwrap();
     let fewer = Chunks::new("golden", b"", chunks.tokens(), CTX, Some(3)).unwrap();
-    for (chunks, valid, what) in
-        [(other, VALID, "digest of the tokens"), (fewer, VALID, "chunks"), (chunks, VALID + 1, "valid ids")]
-    {
+    for (chunks, valid, what) in [
+        (other, VALID, "digest of the tokens"),
+        (fewer.clone(), VALID, "chunks"),
+        (chunks.clone(), VALID + 1, "valid ids"),
+    ] {
         let e = with(stored("a.ref"), &KldOptions::new(chunks, valid), &mut b).unwrap_err().to_string();
         assert!(e.contains(what) && e.contains("a.ref"), "{e}");
     }
+    // The first chunks of the file's own text are measured alone, with and without its tokens.
+    let first = KldOptions::new(chunks.first(3).unwrap(), VALID);
+    let part = with(stored("a.ref"), &first, &mut b).unwrap();
+    assert_eq!((part.run["chunks"].as_u64(), part.paths[0].stats.rows), (Some(3), 3 * 7));
+    assert_eq!(part.run["corpus"]["tokens_blake3"], fewer.tokens_blake3());
+    let file = StoredFile::open(&dir.path().join("a.ref")).unwrap();
+    let first = KldOptions::new(file.chunks(CTX, Some(3)).unwrap(), VALID);
+    let tests =
+        vec![Test { engine: "f".into(), rows: StoredFile::open(&dir.path().join("a.ref")).unwrap().rows() }];
+    let own = kld(&first, &mut [], file.reference(), tests, &mut |_| {}, &off).unwrap();
+    assert_eq!((own.paths[0].stats.rows, own.paths[0].stats.kld.value), (3 * 7, 0.0));
+    assert!(StoredFile::open(&dir.path().join("a.ref")).unwrap().chunks(CTX + 1, None).is_err());
 }
 
 #[test]
@@ -304,7 +318,7 @@ fn an_interrupted_run_goes_on_and_gives_the_same_report() {
     let dir = tempfile::tempdir().unwrap();
     let options = |name: &str| {
         let mut o = KldOptions::new(text(10), VALID);
-        o.state = Some(dir.path().join(format!("{name}.state")));
+        o.state = Some(StatePlace::File(dir.path().join(format!("{name}.state"))));
         o.save_reference = Some(dir.path().join(format!("{name}.ref")));
         o.save_base = Some(dir.path().join(format!("{name}.kld")));
         o.top_k = 9;
@@ -328,7 +342,8 @@ fn an_interrupted_run_goes_on_and_gives_the_same_report() {
     assert!(again(&o, 0.3).unwrap_err().to_string().contains("resume it"));
     o.resume = true;
     let e = again(&o, 0.2).unwrap_err().to_string();
-    assert!(e.contains("tests differs"), "{e}");
+    assert!(e.contains("tests.0.of.toy 0.3") && e.contains(" -> 0.2") && e.contains("cut.state"), "{e}");
+    assert!(dir.path().join("cut.ref.partial").exists());
     // A record torn in the middle is done again.
     let state = dir.path().join("cut.state");
     let bytes = std::fs::read(&state).unwrap();
@@ -341,6 +356,206 @@ fn an_interrupted_run_goes_on_and_gives_the_same_report() {
         assert_eq!(read("whole"), read("cut"), "{kind}");
     }
     assert!(!state.exists());
+}
+
+/// An unfinished file may hold hours: no other run takes it over, and nothing of a refused run stays.
+#[test]
+fn an_unfinished_reference_is_never_taken_over_by_another_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("states");
+    let options = |chunks: usize| {
+        let mut o = KldOptions::new(text(chunks), VALID);
+        o.state = Some(StatePlace::Folder(folder.clone()));
+        o.asked = [("--chunks".to_owned(), chunks.to_string())].into();
+        o.save_reference = Some(dir.path().join("cut.ref"));
+        o.top_k = 9;
+        o
+    };
+    let tests = || vec![test("n", 1, Path::Prompt, None)];
+    let flag = std::sync::Arc::new(AtomicBool::new(false));
+    let mut a = toy(0.0);
+    a.stop = Some((4, flag.clone()));
+    let o = options(10);
+    kld(&o, &mut [&mut a, &mut toy(0.3)], Reference::Source(0), tests(), &mut |_| {}, &flag).unwrap_err();
+    let partial = dir.path().join("cut.ref.partial");
+    let before = std::fs::read(&partial).unwrap();
+    let again = |o: &KldOptions| run(o, &mut [&mut toy(0.0), &mut toy(0.3)], tests());
+    let mut other = options(6);
+    let e = again(&other).unwrap_err().to_string();
+    assert!(e.contains("cut.ref.partial is there from an unfinished run"), "{e}");
+    other.resume = true;
+    let e = again(&other).unwrap_err().to_string();
+    assert!(e.contains("--chunks 10 -> 6") && e.contains(".state") && e.lines().count() == 1, "{e}");
+    let StatePlace::Folder(folder) = o.state.clone().unwrap() else { panic!("a folder") };
+    let states: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|e| e.unwrap().path()).collect();
+    assert_eq!(states.len(), 1, "neither refused run left a state or a lock: {states:?}");
+    other.state = Some(StatePlace::File(states[0].clone()));
+    let e = again(&other).unwrap_err().to_string();
+    assert!(e.contains("--chunks 10 -> 6") && e.len() < 400, "{e}");
+    assert_eq!(std::fs::read(&partial).unwrap(), before);
+    let mut o = o;
+    o.resume = true;
+    again(&o).unwrap();
+    assert!(!partial.exists() && std::fs::read_dir(&folder).unwrap().count() == 0);
+}
+
+/// What fails before its first chunk is finished leaves nothing that would block the next run.
+#[test]
+fn a_run_that_finishes_nothing_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut o = KldOptions::new(text(5), VALID);
+    o.state = Some(StatePlace::File(dir.path().join("a.state")));
+    o.save_reference = Some(dir.path().join("a.ref"));
+    o.save_base = Some(dir.path().join("a.kld"));
+    o.top_k = 9;
+    struct Broken;
+    impl LogitsSource for Broken {
+        fn vocab(&self) -> usize {
+            VOCAB
+        }
+        fn describe(&self) -> Value {
+            Value::Null
+        }
+        fn rows(&mut self, _: &Call<'_>, sink: &mut Sink<'_>) -> Result<()> {
+            sink(0, &[f32::NAN; VOCAB])
+        }
+    }
+    let tests = || vec![test("broken", 1, Path::Decode, None)];
+    let names = || std::fs::read_dir(dir.path()).unwrap().count();
+    let e = run(&o, &mut [&mut toy(0.0), &mut Broken], tests()).unwrap_err().to_string();
+    assert!(e.contains("broken (decode): row 0 of chunk 0") && e.contains("id 0 is NaN"), "{e}");
+    assert_eq!(names(), 0);
+    // A name that is taken is seen before the state is made.
+    std::fs::write(dir.path().join("a.kld"), "mine").unwrap();
+    let e = run(&o, &mut [&mut toy(0.0), &mut toy(0.1)], vec![]).unwrap_err().to_string();
+    assert!(e.contains("a.kld exists"), "{e}");
+    assert_eq!(names(), 1);
+}
+
+/// A file of whole logits is no cut file; what it is compared with must be like it.
+#[test]
+fn a_file_of_whole_logits_is_scored_in_full_and_a_cut_one_has_no_yardstick() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_, chunks, mut a, b) = golden();
+    let n = chunks.rows().len();
+    let logits = dir.path().join("b.safetensors");
+    let positions: Vec<u32> =
+        (0..chunks.count).flat_map(|c| chunks.rows().map(move |j| (c * CTX + j) as u32)).collect();
+    let write = |bad: Option<(usize, usize)>| {
+        let data: Vec<f32> =
+            b.0.iter()
+                .enumerate()
+                .flat_map(|(r, row)| {
+                    let mut row = row.clone();
+                    if let Some((_, id)) = bad.filter(|bad| bad.0 == r) {
+                        row[id] = f32::NAN;
+                    }
+                    row
+                })
+                .collect();
+        let (l, p, t) = (data.len() * 4, positions.len() * 4, chunks.tokens().len() * 4);
+        let header = json!({
+            "logits": { "dtype": "F32", "shape": [positions.len(), VOCAB], "data_offsets": [0, l] },
+            "positions": { "dtype": "I32", "shape": [positions.len()], "data_offsets": [l, l + p] },
+            "input_ids": { "dtype": "I32", "shape": [chunks.tokens().len()], "data_offsets": [l + p, l + p + t] },
+        })
+        .to_string();
+        let mut out = (header.len() as u64).to_le_bytes().to_vec();
+        out.extend(header.as_bytes());
+        out.extend(data.iter().flat_map(|v| v.to_le_bytes()));
+        out.extend(positions.iter().chain(chunks.tokens()).flat_map(|v| v.to_le_bytes()));
+        std::fs::write(&logits, out).unwrap();
+    };
+    write(None);
+    let mut options = KldOptions::new(chunks.clone(), VALID);
+    options.save_base = Some(dir.path().join("a.kld"));
+    run(&options, &mut [&mut a], Vec::new()).unwrap();
+    options.save_base = None;
+    let file = |name: &str| StoredFile::open(&dir.path().join(name)).unwrap();
+    let all = || {
+        let of = |name: &str| Test { engine: name.into(), rows: file(name).rows() };
+        vec![test("honest", 0, Path::Prompt, Some(1)), of("b.safetensors"), of("a.kld"), of("b.safetensors")]
+    };
+    struct Noisy(Played, bool);
+    impl LogitsSource for Noisy {
+        fn vocab(&self) -> usize {
+            VOCAB
+        }
+        fn describe(&self) -> Value {
+            Value::Null
+        }
+        fn set_rounding(&mut self, seed: Option<u64>) -> Result<()> {
+            self.1 = seed.is_some();
+            Ok(())
+        }
+        fn rows(&mut self, call: &Call<'_>, sink: &mut Sink<'_>) -> Result<()> {
+            let noise = if self.1 { 0.2 } else { 0.0 };
+            self.0.rows(call, &mut |i, l| {
+                let own: Vec<f32> = l.iter().enumerate().map(|(v, x)| x + noise * (v % 3) as f32).collect();
+                sink(i, &own)
+            })
+        }
+    }
+    let mut noisy = Noisy(golden().2, false);
+    let report = run(&options, &mut [&mut noisy], all()).unwrap();
+    let kinds: Vec<&str> = report.paths.iter().map(|p| p.kl).collect();
+    assert_eq!(kinds, ["full", "cut_16", "full"]);
+    let times: Vec<bool> = report.paths.iter().map(|p| p.times_rounding.is_some()).collect();
+    assert_eq!(times, [true, false, true]);
+    assert!(report.notes.iter().any(|n| n.contains("no × rounding for a.kld")), "{:?}", report.notes);
+    let rises: Vec<bool> = report.paths.iter().map(|p| p.rise.is_some()).collect();
+    assert_eq!(rises, [false, false, true], "a cut KLD is not less or more than a full one");
+    // In this direction too: a file of logits is the reference.
+    let reverse = kld(
+        &options,
+        &mut [&mut noisy],
+        file("b.safetensors").reference(),
+        vec![test("live", 0, Path::Prompt, None)],
+        &mut |_| {},
+        &AtomicBool::new(false),
+    )
+    .unwrap();
+    assert_eq!(reverse.paths[0].kl, "full");
+    // A fault in it is told with file, chunk and row.
+    write(Some((n + 2, 5)));
+    let e = run(&options, &mut [&mut noisy], all()).unwrap_err().to_string();
+    let position = CTX + chunks.rows().start + 2;
+    for words in ["b.safetensors", "row 2 of chunk 1", &format!("position {position}"), "id 5 is NaN"] {
+        assert!(e.contains(words), "{words}: {e}");
+    }
+    let e = kld(
+        &options,
+        &mut [&mut noisy],
+        file("b.safetensors").reference(),
+        vec![test("live", 0, Path::Prompt, None)],
+        &mut |_| {},
+        &AtomicBool::new(false),
+    )
+    .unwrap_err()
+    .to_string();
+    assert!(e.contains("b.safetensors") && e.contains("row 2 of chunk 1"), "{e}");
+}
+
+#[test]
+fn few_rows_have_no_error_and_few_chunks_no_interval() {
+    let (mut a, mut b) = (toy(0.0), toy(0.3));
+    let one =
+        run(&KldOptions::new(text(1), VALID), &mut [&mut a, &mut b], vec![test("n", 1, Path::Prompt, None)])
+            .unwrap();
+    let d = one.to_json();
+    for key in ["mean_kld_pm", "mean_kld_ci", "top1_pm", "top1_ci", "correlation", "ppl_ratio_ci"] {
+        assert!(d["paths"][0][key].is_null(), "{key}: {d:#}");
+    }
+    assert!(d["paths"][0]["ppl"]["pm"].is_null());
+    let keys: Vec<&String> = d["paths"][0]["kld_percentiles"].as_object().unwrap().keys().collect();
+    assert_eq!(keys, ["max", "50", "min"]);
+    let text = one.to_text();
+    assert!(
+        text.contains("n/a (7 rows)")
+            && text.contains("[n/a: 1 chunk]")
+            && text.contains("7 rows give no standard"),
+        "{text}"
+    );
 }
 
 #[test]

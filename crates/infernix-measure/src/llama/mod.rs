@@ -5,6 +5,6 @@ mod print;
 mod row;
 
 pub use file::{BaseFile, BaseHeader, BaseWriter};
-pub use print::Printout;
+pub use print::{Printout, running};
 pub use row::CodedRow;
 pub(crate) use row::check;

@@ -26,7 +26,7 @@ fn normaliser(logits: &[f32]) -> (f32, f32) {
 
 pub(crate) fn check(row: usize, logits: &[f32]) -> Result<()> {
     match logits.iter().position(|l| !l.is_finite()) {
-        Some(id) => Err(MeasureError::NotFinite { row, id, value: logits[id] }),
+        Some(id) => Err(MeasureError::NotFinite { place: format!("row {row}"), id, value: logits[id] }),
         None => Ok(()),
     }
 }

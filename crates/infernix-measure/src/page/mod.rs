@@ -40,10 +40,19 @@ pub fn page(title: &str, documents: &[(String, Value)]) -> Result<Page> {
     for (name, document) in documents {
         let version = document["schema_version"].as_u64();
         if version != Some(u64::from(crate::SCHEMA_VERSION)) {
-            return Err(MeasureError::Options(format!(
-                "{name}: schema version {version:?}, this program reads {}",
-                crate::SCHEMA_VERSION
-            )));
+            let found = match &document["schema_version"] {
+                Value::Null => "no schema version: no report of this program".to_owned(),
+                other => format!("schema version {other}, this program reads {}", crate::SCHEMA_VERSION),
+            };
+            return Err(MeasureError::Options(format!("{name}: {found}")));
+        }
+        let measured = match document["command"].as_str() {
+            Some("kld") => "paths",
+            Some("ppl") => "domains",
+            _ => "tests",
+        };
+        if document[measured].as_array().is_some_and(Vec::is_empty) {
+            return Err(MeasureError::Options(format!("{name}: {measured} is empty: nothing was measured")));
         }
         match (document["command"].as_str(), document["kind"].as_str()) {
             (Some("kld"), _) => comparisons.entry(key(document)).or_default().push((name, document)),
@@ -82,6 +91,24 @@ fn key(d: &Value) -> String {
         "{made_of} {} {} {} {} {}",
         d["corpus"]["tokens_blake3"], d["ctx"], d["chunks"], d["valid_vocab"], d["llama_compat"]
     )
+}
+
+/// What the KLD of a report's figures covers: only like is divided by like.
+fn covers(d: &Value, kl: &Value) -> String {
+    let kl = kl.as_str().unwrap_or("full");
+    if kl == "top_k" { format!("{kl} {}", d["reference"]["top_k"]) } else { kl.to_owned() }
+}
+
+/// The mean KLD of a report's honest rounding, and what it covers.
+fn yardstick(d: &Value) -> Option<(f64, String)> {
+    let mean = d["rounding"]["mean_kld"].as_f64().filter(|v| *v > 0.0)?;
+    // It is scored as the engines that run are; reports of before say only of those how.
+    let live = d["paths"].as_array().into_iter().flatten().find(|p| p["path"] != "file");
+    let kl = match &d["rounding"]["kl"] {
+        Value::Null => live.map_or(&Value::Null, |p| &p["kl"]),
+        kl => kl,
+    };
+    Some((mean, covers(d, kl)))
 }
 
 fn figure(v: &Value, text: impl Fn(f64) -> String) -> String {
@@ -140,7 +167,8 @@ fn comparison(out: &mut String, plots: &mut Vec<(String, String)>, group: &[(&st
     row(out, "th", 2, &head.map(String::from)[..columns]);
     let plain = |v: f64| format!("{v:.6}");
     let share = |v: f64| format!("{:.2} %", 100.0 * v);
-    let yardstick = group.iter().find_map(|(_, d)| d["rounding"]["mean_kld"].as_f64().filter(|v| *v > 0.0));
+    let yardsticks: Vec<(f64, String)> = group.iter().filter_map(|(_, d)| yardstick(d)).collect();
+    let mut unlike: Vec<String> = Vec::new();
     let (mut by_position, mut by_quantile, mut bars) = (Vec::new(), Vec::new(), Vec::new());
     let mut line = |name: &str, curves: &Value| {
         by_position.push(Line { name: name.into(), points: curve(&curves["position"]) });
@@ -169,8 +197,14 @@ fn comparison(out: &mut String, plots: &mut Vec<(String, String)>, group: &[(&st
         for p in d["paths"].as_array().into_iter().flatten() {
             let engine = p["engine"].as_str().unwrap_or("?");
             let path = p["path"].as_str().unwrap_or("?");
-            let own = p["times_rounding"].as_f64();
-            let times = own.or_else(|| Some(p["mean_kld"].as_f64()? / yardstick?));
+            let covered = covers(d, &p["kl"]);
+            let like = |y: &(f64, String)| y.1 == covered;
+            let own = p["times_rounding"].as_f64().filter(|_| yardstick(d).as_ref().is_some_and(like));
+            let other = yardsticks.iter().find(|y| like(y));
+            let times = own.or_else(|| Some(p["mean_kld"].as_f64()? / other?.0));
+            if times.is_none() && !yardsticks.is_empty() {
+                unlike.push(format!("{} ({}, {})", escape(engine), escape(path), escape(&covered)));
+            }
             let interval = if own.is_some() { &p["times_rounding_ci"] } else { &Value::Null };
             let cells = [
                 escape(path),
@@ -197,6 +231,13 @@ fn comparison(out: &mut String, plots: &mut Vec<(String, String)>, group: &[(&st
     }
     out.push_str("</table></div>\n");
     notes(out, group);
+    if !unlike.is_empty() {
+        let _ = writeln!(
+            out,
+            "<p>No × rounding for {}: their KLD covers other ids than that of honest rounding.</p>",
+            unlike.join("; ")
+        );
+    }
     let fractions: Vec<f64> = by_quantile
         .iter()
         .map(|q| &q.1)
@@ -409,6 +450,43 @@ mod tests {
         // Nothing is loaded from elsewhere: the only address is the SVG name space.
         assert_eq!(p.html.matches("http://").count(), p.html.matches("http://www.w3.org/2000/svg").count());
         assert!(!p.html.contains("https://") && !p.html.contains("src="));
+    }
+
+    #[test]
+    fn a_lower_bound_is_not_divided_by_the_full_yardstick() {
+        let mut bound = document("cuda", false, "t");
+        bound["paths"][0]["kl"] = json!("top_k");
+        bound["reference"]["top_k"] = json!(256);
+        let mut cut = document("other.kld", true, "t");
+        cut["paths"][0]["kl"] = json!("cut_16");
+        cut["rounding"]["kl"] = json!("full");
+        let files = [
+            ("a.json".to_owned(), document("cpu", true, "t")),
+            ("b.json".to_owned(), bound),
+            ("c.json".into(), cut),
+        ];
+        let p = page("t", &files).unwrap();
+        assert_eq!(p.html.matches("<td>2.00</td>").count(), 1, "{}", p.html);
+        assert!(
+            p.html.contains("No × rounding for cuda (prompt, top_k 256); other.kld (prompt, cut_16)"),
+            "{}",
+            p.html
+        );
+    }
+
+    #[test]
+    fn reports_without_a_measurement_are_refused_in_plain_words() {
+        for (command, list) in [("kld", "paths"), ("ppl", "domains")] {
+            let empty = json!({ "schema_version": 1, "command": command, list: [] });
+            let e = page("t", &[("x.json".into(), empty)]).unwrap_err().to_string();
+            assert_eq!(e, format!("x.json: {list} is empty: nothing was measured"));
+        }
+        for (version, words) in
+            [(json!({}), "no schema version"), (json!({ "schema_version": 99 }), "schema version 99")]
+        {
+            let e = page("t", &[("x.json".into(), version)]).unwrap_err().to_string();
+            assert!(e.contains(words) && !e.contains("Some") && !e.contains("None"), "{e}");
+        }
     }
 
     #[test]
