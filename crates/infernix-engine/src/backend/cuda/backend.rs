@@ -3,8 +3,8 @@
 use super::blocks::FEW_ROWS;
 use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::CudaExperts;
-use super::plan::snapshots;
-use super::state::{CudaSnapshot, DeviceState};
+use super::plan::{HEADROOM, enough, snapshots, state_bytes};
+use super::state::{CudaSnapshot, DeviceState, Places};
 use super::vram::{CudaBuf, fault};
 use super::weights::{CudaWeight, put};
 use crate::backend::*;
@@ -47,6 +47,11 @@ impl Backend for Cuda {
     }
 
     fn allocate(&mut self, layout: &StateLayout) -> Result<(), EngineError> {
+        let (rows, experts) = (self.options.prompt_rows, self.tiers.layers() > 0);
+        let places = Places::of(layout);
+        let kept = if experts { snapshots(self.options.snapshots, &places) } else { 0 };
+        let need = state_bytes(layout, &places, rows, kept);
+        enough(need + if experts { self.activations(rows) + HEADROOM } else { 0 }, self.vram.left()?)?;
         let mut state = DeviceState::new(&self.vram, layout)?;
         for slot in 0..layout.slots {
             state.reset(&self.stream, slot)?;
@@ -54,11 +59,10 @@ impl Backend for Cuda {
         self.state = Some(state);
         self.prepare_rounds()?;
         let mut lent = 0..0;
-        if self.tiers.layers() > 0 {
-            // Experts get what snapshots and activations leave.
-            let state = self.state()?;
-            state.reserve_snapshots(&self.vram, snapshots(self.options.snapshots, &state.places))?;
-            lent = self.arena.reserve(self.activations(self.options.prompt_rows))?;
+        if experts {
+            // They get what snapshots and activations leave.
+            self.state()?.reserve_snapshots(&self.vram, kept)?;
+            lent = self.arena.reserve(self.activations(rows))?;
             lent.start += self.round_activations(FEW_ROWS) as u64;
         }
         self.tiers.place(&self.vram, &self.stream, lent)?;

@@ -43,16 +43,29 @@ pub(super) fn tables(n: usize, partial: bool) -> usize {
     n * if partial { 36 } else { 20 }
 }
 
-/// Bytes of keys, values and index keys, of recurrent state, of snapshots, and of what describes rounds.
-pub(super) fn state_bytes(layout: &StateLayout, prompt_rows: usize, kept: usize) -> usize {
-    let places = Places::of(layout);
+/// Bytes of keys, values and index keys, of recurrent state, of `kept` snapshots, and of what describes rounds.
+pub(super) fn state_bytes(layout: &StateLayout, places: &Places, prompt_rows: usize, kept: usize) -> usize {
     let boards = [DECODE_ROWS, board_rows(prompt_rows)].map(|r| Board::bytes(r, layout.slots, layout.pages));
     let stage = if layout.ple.is_empty() { 0 } else { STAGE };
     super::state::paged_bytes(layout)
         + layout.slots * places.slot()
-        + snapshots(kept, &places) * places.snapshot()
+        + kept * places.snapshot()
         + boards.iter().sum::<usize>()
         + stage
+}
+
+/// Refuses what needs `need` bytes beside weights where `left` are left.
+pub(super) fn enough(need: usize, left: usize) -> Result<(), EngineError> {
+    if need <= left {
+        return Ok(());
+    }
+    Err(EngineError::Unsupported(format!(
+        "keys, values, state, snapshots and activations need {} MiB of device memory, weights leave {}; raise --vram-budget-mib by {}, \
+         shorten the context or keep fewer snapshots there",
+        need.div_ceil(1 << 20),
+        left >> 20,
+        (need - left).div_ceil(1 << 20)
+    )))
 }
 
 /// How records share the memory that is left.
@@ -142,13 +155,15 @@ mod tests {
         }
         let n: usize = banks.iter().sum();
         let weights = all - n * record;
-        let mut used = weights + state_bytes(&layout, prompt_rows, kept);
+        let places = Places::of(&layout);
+        let kept = if n > 0 { snapshots(kept, &places) } else { 0 };
+        let mut used = weights + state_bytes(&layout, &places, prompt_rows, kept);
         if n > 0 {
             used += activation_bytes(prompt_rows, 8192, hidden);
         }
-        let Some(room) = budget.checked_sub(used + HEADROOM) else {
-            return Err(format!("{} MiB before any frame", used >> 20));
-        };
+        enough((used + HEADROOM).saturating_sub(weights), budget.saturating_sub(weights))
+            .map_err(|e| e.to_string())?;
+        let room = budget - used - HEADROOM;
         if n == 0 {
             return Ok((Frames { own: 0, ring: 0, from_disk: false }, used));
         }

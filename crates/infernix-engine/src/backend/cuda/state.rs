@@ -47,7 +47,7 @@ pub(super) struct DeviceState {
     rings: DeviceBuffer,
     /// `[slot]`: inputs of recorded columns.
     records: DeviceBuffer,
-    pub(super) places: Places,
+    places: Places,
     /// Current half of each slot.
     pub(super) half: Vec<usize>,
     /// Columns of the last decode round that are not committed.

@@ -73,8 +73,8 @@ impl Vram {
         let total = l.total() + bytes;
         if l.budget > 0 && total > l.budget {
             return Err(EngineError::Unsupported(format!(
-                "{what} would bring device memory to {} MiB, the budget is {} MiB ({}); raise --vram-budget-mib, \
-                 shorten the context or keep fewer snapshots there",
+                "{what} would bring device memory to {} MiB, the budget is {} MiB ({}); raise --vram-budget-mib or \
+                 shorten the context",
                 total.div_ceil(1 << 20),
                 l.budget >> 20,
                 l.used.iter().map(|(k, v)| format!("{k} {} MiB", v >> 20)).collect::<Vec<_>>().join(", ")
