@@ -1,32 +1,41 @@
 // Row operations: norms, rope, convolution, gates, embedding, combine. One rounding each, at the store.
 #include "row_ops.cuh"
 
-// y = bf16(x * rstd * (w or 1 + w)); `groups` equal parts of the row, each normed by itself. grid (groups, rows).
-extern "C" __global__ void __launch_bounds__(256) rms_norm(const u16* __restrict__ x, const u16* __restrict__ w, u16* __restrict__ y,
-                                                           int n, int x_pitch, int y_pitch, float eps, int centred) {
-  __shared__ float part[8];
+// y = bf16(x * rstd * (w or 1 + w)); `groups` equal parts of the row, each normed by itself. With `a` (one group), x becomes
+// r = bf16(x + a) first, which is stored too; r may be x. grid (groups, rows), NORM_MOST / 8 pieces at most.
+extern "C" __global__ void __launch_bounds__(1024) rms_norm(const u16* x, const u16* __restrict__ a, const u16* __restrict__ w, u16* r, u16* __restrict__ y, int n,
+                                                            int x_pitch, int a_pitch, int y_pitch, float eps, int centred) {
+  __shared__ float part[NORM_MOST / 256];
+  const int grp = blockIdx.x, row = blockIdx.y, tid = threadIdx.x, pieces = (n + 7) >> 3, T = blockDim.x;
+  const u16 *xr = x + (size_t)row * x_pitch + (size_t)grp * n, *ar = a + (size_t)row * a_pitch, *wr = w + (size_t)grp * n;
+  u16 *yr = y + (size_t)row * y_pitch + (size_t)grp * n, *rr = r + (size_t)row * x_pitch;
+  const bool whole = ((n | x_pitch | a_pitch | y_pitch) & 7) == 0 && (((u64)x | (u64)a | (u64)w | (u64)r | (u64)y) & 15) == 0;
+  uint4 v[2], g[2];
   pdl_launch();
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (tid + i * T < pieces) g[i] = load_piece(wr, tid + i * T, n, whole);
   pdl_wait();
-  const int grp = blockIdx.x, row = blockIdx.y, tid = threadIdx.x;
-  const u16* xr = x + (size_t)row * x_pitch + (size_t)grp * n;
-  float s = 0;
-  for (int i = tid * 2; i < n; i += 512) {
-    u32 v = *(const u32*)(xr + i);
-    s = fmaf(bf_lo(v), bf_lo(v), s);
-    s = fmaf(bf_hi(v), bf_hi(v), s);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int p = tid + i * T;
+    if (i * T >= pieces) break;
+    v[i] = make_uint4(0, 0, 0, 0);
+    if (p < pieces) {
+      v[i] = load_piece(xr, p, n, whole);
+      if (a) {
+        v[i] = add8(v[i], load_piece(ar, p, n, whole));
+        store_piece(rr, p, n, whole, v[i]);
+      }
+    }
+    const float s = warp_sum(squares8(v[i]));
+    if ((tid & 31) == 0) part[p >> 5] = s;
   }
-  s = warp_sum(s);
-  if ((tid & 31) == 0) part[tid >> 5] = s;
   __syncthreads();
-  s = 0;
-  for (int i = 0; i < 8; i++) s += part[i];
-  const float r = 1.0f / sqrtf(s / (float)n + eps), c = centred ? 1.0f : 0.0f;
-  u16* yr = y + (size_t)row * y_pitch + (size_t)grp * n;
-  const u16* wr = w + (size_t)grp * n;
-  for (int i = tid * 2; i < n; i += 512) {
-    u32 v = *(const u32*)(xr + i), g = *(const u32*)(wr + i);
-    *(u32*)(yr + i) = pack_bf(bf_lo(v) * r * (c + bf_lo(g)), bf_hi(v) * r * (c + bf_hi(g)));
-  }
+  const float rs = norm_scale(part, pieces, n, eps), c = centred ? 1.0f : 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (tid + i * T < pieces) store_piece(yr, tid + i * T, n, whole, scaled8(v[i], g[i], rs, c));
 }
 
 // cos and sin of position x frequency for the rows of a round, formed in binary64: FP32 products lose the angle

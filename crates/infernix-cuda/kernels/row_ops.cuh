@@ -5,6 +5,49 @@
 // bf16(silu(g) * u) of two values.
 DEV u32 swiglu2(u32 g, u32 u) { return pack_bf(siluf(bf_lo(g)) * bf_lo(u), siluf(bf_hi(g)) * bf_hi(u)); }
 
+// RMS norm of a row in pieces of eight values: squares of a piece in rising order, 32 pieces in a tree, those in rising order. The order
+// depends on the row's width alone, whatever the threads that hold the pieces.
+#define NORM_MOST 16384
+
+// Piece p of a row of n values, zeros behind its end (n is even). `whole`: pieces are whole and aligned.
+DEV uint4 load_piece(const u16* row, int p, int n, bool whole) {
+  if (whole) return *(const uint4*)(row + p * 8);
+  u32 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) v[i] = p * 8 + 2 * i < n ? *(const u32*)(row + p * 8 + 2 * i) : 0;
+  return make_uint4(v[0], v[1], v[2], v[3]);
+}
+DEV void store_piece(u16* row, int p, int n, bool whole, uint4 v) {
+  if (whole) {
+    *(uint4*)(row + p * 8) = v;
+    return;
+  }
+  const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (p * 8 + 2 * i < n) *(u32*)(row + p * 8 + 2 * i) = w[i];
+}
+DEV u32 add2(u32 a, u32 b) { return pack_bf(bf_lo(a) + bf_lo(b), bf_hi(a) + bf_hi(b)); }
+DEV uint4 add8(uint4 a, uint4 b) { return make_uint4(add2(a.x, b.x), add2(a.y, b.y), add2(a.z, b.z), add2(a.w, b.w)); }
+DEV float squares8(uint4 v) {
+  const u32 w[4] = {v.x, v.y, v.z, v.w};
+  float s = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) s = fmaf(bf_lo(w[i]), bf_lo(w[i]), s), s = fmaf(bf_hi(w[i]), bf_hi(w[i]), s);
+  return s;
+}
+// `part`: sums of 32 pieces each.
+DEV float norm_scale(const float* part, int pieces, int n, float eps) {
+  float s = 0;
+  for (int i = 0; i < (pieces + 31) >> 5; i++) s += part[i];
+  return 1.0f / sqrtf(s / (float)n + eps);
+}
+// bf16(v * rs * (c + g)) of eight values.
+DEV uint4 scaled8(uint4 v, uint4 g, float rs, float c) {
+  auto two = [&](u32 v, u32 g) { return pack_bf(bf_lo(v) * rs * (c + bf_lo(g)), bf_hi(v) * rs * (c + bf_hi(g))); };
+  return make_uint4(two(v.x, g.x), two(v.y, g.y), two(v.z, g.z), two(v.w, g.w));
+}
+
 // bf16(o * rstd * w * act(z)) of one head of width d (a multiple of 32, at most 256) by one warp; `store` takes (index, value).
 template <class S> DEV void gated_head(const u16* o, const u16* z, const u16* w, int d, int lane, float eps, int sigmoid, S store) {
   if (d == 128) {

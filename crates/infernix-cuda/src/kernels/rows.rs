@@ -1,7 +1,7 @@
 //! Row operations: norms, rope, convolution, gates, embedding, combine. Each rounds once, at its store.
 
 use crate::driver::{Args, Device, Kernel, Stream};
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use std::sync::Arc;
 
 /// The kernels, looked up once.
@@ -44,6 +44,9 @@ pub struct Lanes {
     pub lanes: usize,
 }
 
+/// Values that a norm is taken over, at most.
+const MOST_NORMED: usize = 16_384;
+
 fn grid2(n: usize, per: usize, rows: usize) -> [u32; 3] {
     [n.div_ceil(per) as u32, rows as u32, 1]
 }
@@ -69,7 +72,7 @@ impl RowOps {
         })
     }
 
-    /// RMS norm of `groups` groups of `n` (even) values a row; weights BF16 `[groups * n]`, `1 + w` if `centred`.
+    /// RMS norm of `groups` groups of `n` (even, at most 16,384) values a row; weights BF16 `[groups * n]`, `1 + w` if `centred`.
     pub fn rms_norm(
         &self,
         s: &Stream,
@@ -85,9 +88,46 @@ impl RowOps {
         centred: bool,
         pdl: bool,
     ) -> Result<()> {
-        let a =
-            Args::new().ptr(x).ptr(w).ptr(y).ints(&[n, x_pitch, y_pitch]).f32(eps).int(usize::from(centred));
-        s.launch(&self.rms_norm, [groups as u32, rows as u32, 1], 256, pdl, &a)
+        self.norm(s, [x, 0, w, 0, y], n, groups, rows, [x_pitch, 0, y_pitch], eps, centred, pdl)
+    }
+
+    /// `r = x + a`, then the RMS norm `y` of `r`: rows of `n` (even, at most 16,384) values, contiguous. `r` may be `x`.
+    pub fn add_norm(
+        &self,
+        s: &Stream,
+        (x, a, r): (u64, u64, u64),
+        w: u64,
+        y: u64,
+        n: usize,
+        rows: usize,
+        eps: f32,
+        centred: bool,
+        pdl: bool,
+    ) -> Result<()> {
+        self.norm(s, [x, a, w, r, y], n, 1, rows, [n; 3], eps, centred, pdl)
+    }
+
+    /// Operands x, a, w, r, y and pitches of x, a, y, as the kernel takes them.
+    fn norm(
+        &self,
+        s: &Stream,
+        operands: [u64; 5],
+        n: usize,
+        groups: usize,
+        rows: usize,
+        pitches: [usize; 3],
+        eps: f32,
+        centred: bool,
+        pdl: bool,
+    ) -> Result<()> {
+        if n == 0 || n > MOST_NORMED || !n.is_multiple_of(2) {
+            return Err(CudaError::Shape { kernel: "rms_norm", what: format!("rows of {n} values") });
+        }
+        let args = operands.iter().fold(Args::new(), |a, p| a.ptr(*p));
+        let args = args.int(n).ints(&pitches).f32(eps).int(usize::from(centred));
+        // A thread a piece of eight values, or two.
+        let threads = n.div_ceil(8).next_multiple_of(32).min(1024);
+        s.launch(&self.rms_norm, [groups as u32, rows as u32, 1], threads as u32, pdl, &args)
     }
 
     /// cos and sin FP32 `[rows][2][half]` from positions I32 `[rows][3]`, frequencies F64 `[half]`, axes U8 `[half]`.

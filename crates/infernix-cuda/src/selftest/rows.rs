@@ -1,6 +1,7 @@
 //! Row operations against f64: at most one BF16 step from the nearest, bit equality where the operation is exact.
 
-use super::Run;
+use super::{Run, unequal};
+use crate::driver::DeviceBuffer;
 use crate::error::Result;
 use crate::kernels::rows::RowOps;
 use crate::oracle::num::{bf16, bf16_half_ulp, f16, f32_to_bf16, rbf, sigmoid, silu};
@@ -25,9 +26,13 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
     let ops = RowOps::new(&run.dev)?;
     let dev = run.dev.clone();
     let eps = 1e-6f64;
-    for (n, groups, rows, centred) in
-        [(2560usize, 4usize, 5usize, true), (5120, 1, 3, true), (256, 1, 2, false), (66, 2, 7, true)]
-    {
+    for (n, groups, rows, centred) in [
+        (2560usize, 4usize, 5usize, true),
+        (5120, 1, 3, true),
+        (256, 1, 2, false),
+        (66, 2, 7, true),
+        (10_240, 1, 2, true),
+    ] {
         let x = run.rng.bf16(rows * groups * n, 2.0);
         let w = run.rng.bf16(groups * n, 0.3);
         let (dx, dw, y) = (dev.upload(&x)?, dev.upload(&w)?, dev.alloc(rows * groups * n * 2)?);
@@ -83,6 +88,7 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
             run.timed("rms_norm", "4 x 2560, 1 row".into(), us, 4 * 2560 * 4);
         }
     }
+    add_norm(run)?;
     for (d, half, heads) in [(256usize, 32usize, 24usize), (128, 32, 4), (128, 64, 3), (32, 4, 2)] {
         let pos: Vec<i32> =
             vec![0, 0, 0, 5, 5, 5, 262_143, 262_143, 262_143, 1000, 17, 42, 131_071, 131_071, 131_071];
@@ -382,6 +388,61 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 )
             })?;
             run.timed("combine", "1 row, top 10, injection".into(), us, 11 * n * 2 + 8 * n * 2);
+        }
+    }
+    Ok(())
+}
+
+/// A sum and its norm in one launch: the words of the two launches, and the oracle's norm of the rounded sum.
+fn add_norm(run: &mut Run) -> Result<()> {
+    let (dev, ops, eps) = (run.dev.clone(), RowOps::new(&run.dev)?, 1e-6f64);
+    for (n, rows) in [(5120usize, 1usize), (5120, 16), (2560, 5), (128, 3), (66, 7), (12_288, 2), (16_384, 1)]
+    {
+        let (x, a, w) = (run.rng.bf16(rows * n, 2.0), run.rng.bf16(rows * n, 1.0), run.rng.bf16(n, 0.3));
+        let (dx, da, dw) = (dev.upload(&x)?, dev.upload(&a)?, dev.upload(&w)?);
+        let made = || dev.alloc(rows * n * 2);
+        let (r, y, one, two) = (made()?, made()?, made()?, made()?);
+        let s = &run.stream;
+        ops.add_norm(s, (dx.ptr(), da.ptr(), r.ptr()), dw.ptr(), y.ptr(), n, rows, eps as f32, true, false)?;
+        ops.add(s, dx.ptr(), da.ptr(), one.ptr(), n, rows, false)?;
+        ops.rms_norm(s, one.ptr(), dw.ptr(), two.ptr(), n, 1, rows, n, n, eps as f32, true, false)?;
+        // In place, as the residual of a model.
+        ops.add_norm(s, (dx.ptr(), da.ptr(), dx.ptr()), dw.ptr(), y.ptr(), n, rows, eps as f32, true, false)?;
+        run.stream.synchronize()?;
+        let read = |b: &DeviceBuffer| b.read::<u16>(0, rows * n);
+        let sum: Vec<u16> = x.iter().zip(&a).map(|(x, a)| f32_to_bf16(bf16(*x) + bf16(*a))).collect();
+        let bad = unequal(&read(&r)?, &sum) + unequal(&read(&dx)?, &sum) + unequal(&read(&one)?, &sum);
+        run.check("rms_norm", format!("sum before, {rows} x {n}: the sum"), bad, true);
+        let got = read(&y)?;
+        run.check(
+            "rms_norm",
+            format!("sum before, {rows} x {n}: words of two launches"),
+            unequal(&got, &read(&two)?),
+            true,
+        );
+        let want: Vec<f64> = (0..rows * n)
+            .map(|i| {
+                let v = &sum[i / n * n..][..n];
+                let r = 1.0 / (v.iter().map(|w| val(*w).powi(2)).sum::<f64>() / n as f64 + eps).sqrt();
+                val(sum[i]) * r * (1.0 + val(w[i % n]))
+            })
+            .collect();
+        run.check("rms_norm", format!("sum before, {rows} x {n}"), share(&got, &want), false);
+        if run.bench && (n, rows) == (5120, 1) {
+            let us = run.time(1, |_| {
+                ops.add_norm(
+                    &run.stream,
+                    (dx.ptr(), da.ptr(), r.ptr()),
+                    dw.ptr(),
+                    y.ptr(),
+                    n,
+                    rows,
+                    1e-6,
+                    true,
+                    true,
+                )
+            })?;
+            run.timed("rms_norm", "sum before, 1 x 5120".into(), us, n * 10);
         }
     }
     Ok(())

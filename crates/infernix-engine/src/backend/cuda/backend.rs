@@ -331,6 +331,9 @@ impl Backend for Cuda {
 
     fn norm(&mut self, x: &CudaBuf, w: &CudaWeight, spec: NormSpec, at: At<'_>) -> CudaBuf {
         self.mark(at);
+        if let Some(y) = self.fused_norm(x, w, spec) {
+            return y;
+        }
         self.make(x.rows, x.width, false, |c, y| {
             let (from, words) = (Cuda::act(x)?, w.plain()?);
             let n = x.width / spec.groups;
@@ -377,6 +380,9 @@ impl Backend for Cuda {
         self.mark(at);
         self.guard(|c| {
             let (to, from) = (Cuda::act(x)?, Cuda::act(y)?);
+            if c.is_decode() && x.width == y.width && x.rows == y.rows {
+                return c.defer_sum(x, y, None);
+            }
             c.changed(to);
             for g in 0..x.width / y.width.max(1) {
                 let pdl = c.pdl();
@@ -437,7 +443,7 @@ impl Backend for Cuda {
                 )));
             }
             if c.is_decode() {
-                return c.defer_injection(r, y, factor);
+                return c.defer_sum(r, y, Some(factor));
             }
             let pdl = c.pdl();
             let (to, from) = (Cuda::act(r)?, Cuda::act(y)?);

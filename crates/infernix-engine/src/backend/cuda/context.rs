@@ -161,7 +161,7 @@ pub struct Cuda {
     /// Convolution, `A_log` and time-step bias of each delta rule layer, for refolds.
     pub(super) gdn_weights: Vec<(u64, u64, u64)>,
     pub(super) chained: bool,
-    /// An injection that the next mixer makes.
+    /// A sum into the residual that the next launch that reads it makes.
     pub(super) pending: Option<Pending>,
     /// Experts that a synthetic law gives this round.
     pub(super) laws: Vec<CudaBuf>,

@@ -6,7 +6,8 @@ use super::experts::Store;
 use super::vram::{CudaBuf, fault};
 use super::weights::CudaWeight;
 use crate::backend::{
-    At, AttentionWeights, Backend, Boundary, GateKind, GdnWeights, MlpWeights, MoeWeights, Op, Site, Trace,
+    At, AttentionWeights, Backend, Boundary, GateKind, GdnWeights, MlpWeights, MoeWeights, NormSpec, Op,
+    Site, Trace,
 };
 use crate::error::EngineError;
 use crate::state::KvFormat;
@@ -17,11 +18,12 @@ use infernix_cuda::kernels::linear::Out;
 use infernix_cuda::kernels::prep::{Heads, IndexKeys};
 use infernix_cuda::kernels::zipf::ZipfRoute;
 
-/// An injection into the streams that the next mixer does on its way: `to` is the residual from then on.
+/// What is added to the residual by the launch that reads it next: `to` is the residual from then on.
 pub(super) struct Pending {
     from: CudaBuf,
     y: CudaBuf,
-    factor: CudaBuf,
+    /// Of each stream; none where `y` itself is added.
+    factor: Option<CudaBuf>,
     to: u64,
 }
 
@@ -82,33 +84,56 @@ impl Cuda {
         Ok(())
     }
 
-    // ---- injections ----------------------------------------------------------------------------------------
+    // ---- sums into the residual ----------------------------------------------------------------------------
 
-    /// Notes `to_s = R_s + b_s y`; `r` is the new residual.
-    pub(super) fn defer_injection(
+    /// Notes `to_s = R_s + b_s y`, or `to = R + y` without factors; `r` is the new residual.
+    pub(super) fn defer_sum(
         &mut self,
         r: &mut CudaBuf,
         y: &CudaBuf,
-        factor: &CudaBuf,
+        factor: Option<&CudaBuf>,
     ) -> Result<(), EngineError> {
         let to = self.fresh(r.rows, r.width, false)?;
         let from = std::mem::replace(r, to);
-        self.pending = Some(Pending { from, y: view(y), factor: view(factor), to: r.ptr });
+        self.pending = Some(Pending { from, y: view(y), factor: factor.map(view), to: r.ptr });
         Ok(())
     }
 
-    /// Makes a noted injection by a launch of its own.
+    /// Makes a noted sum by a launch of its own.
     pub(super) fn settle(&mut self) -> Result<(), EngineError> {
         let Some(p) = self.pending.take() else { return Ok(()) };
         let pdl = self.pdl();
-        let rows = &self.plans.rows;
-        rows.inject(&self.stream, p.y.ptr, p.factor.ptr, p.from.ptr, p.to, p.y.width, p.y.rows, pdl)
-            .map_err(fault)
+        let (ops, s, n, rows) = (&self.plans.rows, &self.stream, p.y.width, p.y.rows);
+        match &p.factor {
+            Some(f) => ops.inject(s, p.y.ptr, f.ptr, p.from.ptr, p.to, n, rows, pdl),
+            None => ops.add(s, p.from.ptr, p.y.ptr, p.to, n, rows, pdl),
+        }
+        .map_err(fault)
+    }
+
+    /// The noted sum into `r`, with or without factors, for the launch that reads it.
+    fn take_sum(&mut self, r: &CudaBuf, factors: bool) -> Option<Pending> {
+        let own = |p: &mut Pending| p.to == r.ptr && p.from.rows == r.rows && p.factor.is_some() == factors;
+        self.pending.take_if(own)
     }
 
     /// The noted injection into `r`, for the mixer that reads it.
     pub(super) fn take_injection(&mut self, r: &CudaBuf) -> Option<Pending> {
-        self.pending.take_if(|p| p.to == r.ptr && p.from.rows == r.rows)
+        self.take_sum(r, true)
+    }
+
+    /// The norm of `r` with the sum that was noted for it, in one launch; none if there is no such sum.
+    pub(super) fn fused_norm(&mut self, r: &CudaBuf, w: &CudaWeight, spec: NormSpec) -> Option<CudaBuf> {
+        if spec.groups != 1 || w.n * w.k != r.width {
+            return None;
+        }
+        let p = self.take_sum(r, false)?;
+        Some(self.make(r.rows, r.width, false, |c, x| {
+            let (n, words, pdl) = (r.width, w.plain()?, c.pdl());
+            let (eps, centred) = (spec.eps as f32, spec.zero_centred);
+            let sum = (p.from.ptr, p.y.ptr, p.to);
+            c.plans.rows.add_norm(&c.stream, sum, words, x.ptr, n, r.rows, eps, centred, pdl).map_err(fault)
+        }))
     }
 
     // ---- gated delta rule ----------------------------------------------------------------------------------
@@ -457,6 +482,7 @@ impl Cuda {
 impl Pending {
     /// As the mixer's first kernel takes it.
     pub(super) fn injection(&self) -> (u64, Injection) {
-        (self.from.ptr, Injection { y: self.y.ptr, factor: self.factor.ptr, to: self.to })
+        let factor = self.factor.as_ref().map_or(0, |f| f.ptr);
+        (self.from.ptr, Injection { y: self.y.ptr, factor, to: self.to })
     }
 }
