@@ -34,7 +34,7 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
                    const int* __restrict__ row_lane, const int* __restrict__ row_pos, const int* __restrict__ sel,
                    const int* __restrict__ sel_count, float* __restrict__ part, float* __restrict__ ml, int group, int q_pitch,
                    int q_head, int table_pitch, int page_log, int page_stride, int token_stride, int head_stride,
-                   int sel_pitch, int ratio, int max_splits, int slots, float scale_log2) {
+                   int sel_pitch, int ratio, int max_splits, int slots, int fresh, float scale_log2) {
   constexpr int KP = D * 2 + 64, VP = D * 2 + 16, STEPS = D / 32, DW = D / 4, NT = DW / 8;
   extern __shared__ __align__(128) u8 smem[];
   const u32 s_k = smem_u32(smem), s_v = s_k + 2 * TK * KP;
@@ -43,7 +43,9 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, c = lane & 3;
   const int split = blockIdx.x, kvh = blockIdx.y, row = blockIdx.z;
   pdl_launch();
-  pdl_wait();
+  // Places of rows and pages are older than the round, and so are keys but a row's last `fresh`: they come before the queries are known.
+  // Selected blocks do not.
+  if (sel) pdl_wait();
   const int pos = row_pos[row];
   Keys keys;
   keys.table = tables + (size_t)row_lane[row] * table_pitch;
@@ -57,16 +59,6 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
   const u16* kb = kc + (size_t)kvh * head_stride;
   const u16* vb = vc + (size_t)kvh * head_stride;
 
-  u32 qa[STEPS][4], qb[STEPS][4];
-#pragma unroll
-  for (int s = 0; s < STEPS; s++) {
-    uint4 a = make_uint4(0, 0, 0, 0), b = a;
-    const u16* qr = q + (size_t)row * q_pitch + s * 32 + c * 8;
-    if (g < group) a = *(const uint4*)(qr + (size_t)(kvh * group + g) * q_head);
-    if (g + 8 < group) b = *(const uint4*)(qr + (size_t)(kvh * group + g + 8) * q_head);
-    qa[s][0] = a.x, qa[s][1] = a.y, qa[s][2] = a.z, qa[s][3] = a.w;
-    qb[s][0] = b.x, qb[s][1] = b.y, qb[s][2] = b.z, qb[s][3] = b.w;
-  }
   float acc[NT][4];
 #pragma unroll
   for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
@@ -92,8 +84,21 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
     }
     cp_commit();
   };
-  load(0);
+  const bool early = !sel && min(k1, k0 + TK) <= pos + 1 - fresh;
+  if (early) load(0);
+  if (!sel) pdl_wait();
+  if (!early) load(0);
   next = where(1);
+  u32 qa[STEPS][4], qb[STEPS][4];
+#pragma unroll
+  for (int s = 0; s < STEPS; s++) {
+    uint4 a = make_uint4(0, 0, 0, 0), b = a;
+    const u16* qr = q + (size_t)row * q_pitch + s * 32 + c * 8;
+    if (g < group) a = *(const uint4*)(qr + (size_t)(kvh * group + g) * q_head);
+    if (g + 8 < group) b = *(const uint4*)(qr + (size_t)(kvh * group + g + 8) * q_head);
+    qa[s][0] = a.x, qa[s][1] = a.y, qa[s][2] = a.z, qa[s][3] = a.w;
+    qb[s][0] = b.x, qb[s][1] = b.y, qb[s][2] = b.z, qb[s][3] = b.w;
+  }
   for (int t = 0; t < tiles; t++) {
     cp_wait<0>();
     __syncthreads();
@@ -185,12 +190,22 @@ extern "C" __global__ void __launch_bounds__(1024) attn_merge(const float* __res
                                                               int gate_head) {
   __shared__ float f[1024], buf[1024], red[64];
   pdl_launch();
-  pdl_wait();
   const int head = blockIdx.x, row = blockIdx.y, tid = threadIdx.x, D = blockDim.x >> 2, d = tid & (D - 1), quarter = tid / D;
-  const int pos = row_pos[row], nsel = sel_count ? sel_count[row] : -1;
+  const int pos = row_pos[row];
+  pdl_wait();
+  const int nsel = sel_count ? sel_count[row] : -1;
   const int len = nsel >= 0 ? nsel * ratio + (pos + 1) % ratio : pos + 1;
   const int L = split_len(len, kv_heads, slots), n = (len + L - 1) / L;
   const size_t o = ((size_t)(row * kv_heads + head / group) * max_splits) * 16 + head % group;
+  // Twelve sums at a time are asked for together, the first of them before the weights of the splits are known.
+  constexpr int AHEAD = 12;
+  float v[AHEAD];
+  auto load = [&](int from) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) v[i] = from + 4 * i < n ? __ldcg(part + (o + (size_t)(from + 4 * i) * 16) * D + d) : 0.0f;
+  };
+  load(quarter);
+  const float g = gate && !quarter ? bf2f(gate[(size_t)row * gate_pitch + (size_t)head * gate_head + d]) : 0.0f;
   const bool mine = tid < n;
   const float m = mine ? ml[(o + (size_t)tid * 16) * 2] : -INFINITY, lv = mine ? ml[(o + (size_t)tid * 16) * 2 + 1] : 0.0f;
   float w = warp_max(m);
@@ -205,14 +220,18 @@ extern "C" __global__ void __launch_bounds__(1024) attn_merge(const float* __res
   __syncthreads();
   float l = 0, acc = 0;
   for (int i = 0; i < (int)blockDim.x >> 5; i++) l += red[32 + i];
-#pragma unroll 8
-  for (int s = quarter; s < n; s += 4) acc = fmaf(part[(o + (size_t)s * 16) * D + d], f[s], acc);
+  for (int s = quarter; s < n; s += 4 * AHEAD) {
+    if (s > quarter) load(s);
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      if (s + 4 * i < n) acc = fmaf(v[i], f[s + 4 * i], acc);
+  }
   buf[tid] = acc;
   __syncthreads();
   if (quarter) return;
   acc = ((buf[d] + buf[D + d]) + buf[2 * D + d]) + buf[3 * D + d];
   u16 y = f2bf(acc / l);
-  if (gate) y = f2bf(bf2f(y) * sigmoidf(bf2f(gate[(size_t)row * gate_pitch + (size_t)head * gate_head + d])));
+  if (gate) y = f2bf(bf2f(y) * sigmoidf(g));
   out[(size_t)row * out_pitch + head * D + d] = y;
 }
 
@@ -234,9 +253,9 @@ extern "C" __global__ void kv_append(const u16* __restrict__ k, const u16* __res
       const u16* q, const u16* kc, const u16* vc, const int* tables, const int* row_lane, const int* row_pos,              \
       const int* sel, const int* sel_count, float* part, float* ml, int group, int q_pitch, int q_head, int table_pitch,   \
       int page_log, int page_stride, int token_stride, int head_stride, int sel_pitch, int ratio, int max_splits,          \
-      int slots, float scale_log2) {                                                                                                  \
+      int slots, int fresh, float scale_log2) {                                                                            \
     attn_body<D>(q, kc, vc, tables, row_lane, row_pos, sel, sel_count, part, ml, group, q_pitch, q_head, table_pitch,      \
-                 page_log, page_stride, token_stride, head_stride, sel_pitch, ratio, max_splits, slots, scale_log2);              \
+                 page_log, page_stride, token_stride, head_stride, sel_pitch, ratio, max_splits, slots, fresh, scale_log2);       \
   }
 ENTRY(256)
 ENTRY(128)

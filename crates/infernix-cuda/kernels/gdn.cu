@@ -56,7 +56,10 @@ extern "C" __global__ void __launch_bounds__(256) gdn_step(const u16* __restrict
   if (tid < 32) g0 = bf2f(cs[chv]), g1 = bf2f(cs[C + chv]), g2 = bf2f(cs[2 * C + chv]);
   pdl_wait();
   for (int c = c0; c < c1; c++) {
+    // All that the column needs is asked for at once.
     const float cur = bf2f(y[(size_t)c * y_pitch + ch]);
+    const float x = bf2f(a[(size_t)c * ab_pitch + head]) + dt, b_in = bf2f(b[(size_t)c * ab_pitch + head]);
+    const float cv = tid < 32 ? bf2f(y[(size_t)c * y_pitch + chv]) : 0.0f;
     if (rec) {
       u16* r = rec + (size_t)(c - c0) * (C + 2 * nv);
       if (keeps) r[ch] = f2bf(cur);
@@ -70,15 +73,13 @@ extern "C" __global__ void __launch_bounds__(256) gdn_step(const u16* __restrict
     const float sq = warp_sum(u * u);
     if ((tid & 31) == 0) redn[tid >> 7][(tid >> 5) & 3] = sq;
     if (tid < 32) {
-      const float cv = bf2f(y[(size_t)c * y_pitch + chv]);
       float t = bf_lo(wv0) * g0;
       t = fmaf(bf_hi(wv0), g1, t), t = fmaf(bf_lo(wv1), g2, t), t = fmaf(bf_hi(wv1), cv, t);
       g0 = g1, g1 = g2, g2 = cv;
       vs[vi] = rbf(siluf(t));
     }
-    const float x = bf2f(a[(size_t)c * ab_pitch + head]) + dt;
     const float sp = x > 20.0f ? x + log1pf(expf(-x)) : log1pf(expf(x));
-    const float alpha = expf(decay * sp), beta = sigmoidf(bf2f(b[(size_t)c * ab_pitch + head]));
+    const float alpha = expf(decay * sp), beta = sigmoidf(b_in);
     __syncthreads();
     const float* rn = redn[tid >> 7];
     const float nrm = 1.0f / sqrtf(rn[0] + rn[1] + rn[2] + rn[3] + 1e-6f);

@@ -55,6 +55,8 @@ pub struct Queries {
     pub rows: usize,
     /// No row has more keys.
     pub max_len: usize,
+    /// How many of a row's last keys the launches right before may have written; `usize::MAX`: any.
+    pub fresh: usize,
 }
 
 /// Attention of `heads` query heads over `kv_heads` of width `d` (128 or 256).
@@ -161,7 +163,7 @@ impl Attention {
                 p.token_stride,
                 p.head_stride,
             ])
-            .ints(&[sp, ratio, splits, self.slots])
+            .ints(&[sp, ratio, splits, self.slots, q.fresh.min(i32::MAX as usize)])
             .f32(scale as f32);
         s.launch(&self.decode, [splits as u32, self.kv_heads as u32, q.rows as u32], 128, pdl, &args)?;
         let (g, gp, gh) = gate.unwrap_or((0, 0, 0));

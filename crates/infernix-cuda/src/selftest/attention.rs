@@ -1,6 +1,6 @@
 //! Paged attention: dense and selected rows against f64, equality over rows, times at 8K and 128K keys.
 
-use super::Run;
+use super::{Run, unequal};
 use crate::error::Result;
 use crate::kernels::attention::{Attention, Paging, Queries, Selection};
 use crate::oracle::num::{bf16, parallel, rbf, sigmoid};
@@ -76,6 +76,7 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 pos: dp.ptr(),
                 rows,
                 max_len,
+                fresh: usize::MAX,
             };
             let gate = (dq.at(d * 2), q_pitch, 2 * d);
             att.launch(
@@ -155,6 +156,7 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                     lane: dl.at(r * 4),
                     pos: dp.at(r * 4),
                     rows: 1,
+                    fresh: 1,
                     ..queries
                 };
                 let sel = Selection { blocks: db.at(r * 256), counts: dc.at(r * 4), ..sel };
@@ -203,6 +205,43 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
         let (gk, gv): (Vec<u16>, Vec<u16>) = (dk.read(0, n)?, dv.read(0, n)?);
         let bad = (0..n).filter(|i| gk[*i] != wk[*i] || gv[*i] != wv[*i]).count();
         run.check("kv_append", format!("{kv} heads of {d}"), bad as f64, true);
+        // Keys that are old are read before the launch in front has ended, a row's new one is not: the launch in front writes it.
+        let mut bad = 0.0;
+        for r in [0usize, 1, 3, 6] {
+            let queries = Queries {
+                ptr: dq.at(r * q_pitch * 2),
+                pitch: q_pitch,
+                head: 2 * d,
+                lane: dl.at(r * 4),
+                pos: dp.at(r * 4),
+                rows: 1,
+                max_len: longest + 1,
+                fresh: 1,
+            };
+            let scratch = run.dev.alloc(att.scratch(1, longest + 1))?;
+            let (first, second) = (run.dev.alloc(heads * d * 2)?, run.dev.alloc(heads * d * 2)?);
+            let s = &run.stream;
+            let append = |i: usize| {
+                let at = i * kv * d * 2;
+                let (k, v, lane, pos) = (dnk.at(at), dnv.at(at), dl.at(r * 4), dp.at(r * 4));
+                att.append(s, k, kv * d, v, kv * d, &p, lane, pos, 1, false)
+            };
+            append(0)?;
+            let late = Queries { fresh: usize::MAX, ..queries };
+            att.launch(s, &late, &p, None, scratch.ptr(), None, first.ptr(), heads * d, false)?;
+            append(1)?;
+            s.synchronize()?;
+            append(0)?;
+            att.launch(s, &queries, &p, None, scratch.ptr(), None, second.ptr(), heads * d, true)?;
+            s.synchronize()?;
+            bad += unequal(&first.read::<u16>(0, heads * d)?, &second.read::<u16>(0, heads * d)?);
+        }
+        run.check(
+            "attention",
+            format!("{heads}/{kv} heads of {d}: the last key comes from the launch before"),
+            bad,
+            true,
+        );
     }
     if run.bench {
         let (heads, d) = (24usize, 256usize);
@@ -244,6 +283,7 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 pos: pos.ptr(),
                 rows,
                 max_len: len,
+                fresh: usize::MAX,
             };
             let us = run.time(copies, |i| {
                 let p = Paging {

@@ -184,6 +184,7 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 pos: dp.ptr(),
                 rows,
                 max_len: longest + 1,
+                fresh: usize::MAX,
             };
             let out = run.dev.alloc(rows * heads * d * 2)?;
             let gate = (dq.at(d * 2), q_pitch, 2 * d);
@@ -321,6 +322,7 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 pos: pos.ptr(),
                 rows,
                 max_len: len,
+                fresh: usize::MAX,
             };
             let paging = |i: usize| Paging8 {
                 keys: sets[i].0.ptr(),

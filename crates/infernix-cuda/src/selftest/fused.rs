@@ -333,6 +333,7 @@ fn rows(run: &mut Run) -> Result<()> {
             pos: dp.ptr(),
             rows: n,
             max_len,
+            fresh: usize::MAX,
         };
         let scratch = dev.alloc(att.scratch(n, max_len))?;
         let (a, b) = (dev.alloc(n * heads * d * 2)?, dev.alloc(n * heads * d * 2)?);

@@ -41,13 +41,13 @@ pub(super) fn shift(p: u64, rows: usize, width: usize, size: usize) -> u64 {
     p + (rows * width * size) as u64
 }
 
-/// `n` rows of `q` from `first` on, as queries of width `head` over at most `max_len` keys each.
+/// `n` rows of `q` from `first` on, as queries of width `head` over at most `max_len` keys each, of which the last `fresh` may be new.
 pub(super) fn queries(
     q: &CudaBuf,
     head: usize,
     lanes: &Lanes,
     (first, n): (usize, usize),
-    max_len: usize,
+    (max_len, fresh): (usize, usize),
 ) -> Result<Queries, EngineError> {
     Ok(Queries {
         ptr: shift(Cuda::act(q)?, first, q.width, 2),
@@ -57,6 +57,7 @@ pub(super) fn queries(
         pos: shift(lanes.row_pos, first, 1, 4),
         rows: n,
         max_len,
+        fresh,
     })
 }
 
@@ -446,7 +447,9 @@ impl Cuda {
         let some = |c: &mut Self, first: usize, rows: usize, longest: usize, many: bool| {
             let own = selection.map(|s| s.of_rows(first));
             let max_len = selection.map_or(longest, |s| longest.min(s.keep * s.ratio + s.ratio));
-            let queries = queries(q, d, &lanes, (first, rows), max_len)?;
+            // What a decode round appends are its rows' last keys.
+            let fresh = if c.is_decode() { q.rows } else { usize::MAX };
+            let queries = queries(q, d, &lanes, (first, rows), (max_len, fresh))?;
             let pdl = c.pdl();
             let bytes = c.plans.attention(heads, a.kv_heads, d, many).map_err(fault)?.scratch(rows, max_len);
             let scratch = c.arena.lease(bytes)?;
@@ -490,7 +493,7 @@ impl Cuda {
             let first = rows.start + dense;
             if let (Some(s), true) = (selection, first < rows.end) {
                 let (own, n) = (s.of_rows(first), rows.end - first);
-                let queries = queries(q, d, &lanes, (first, n), start + n)?;
+                let queries = queries(q, d, &lanes, (first, n), (start + n, usize::MAX))?;
                 let gate = gp.map(|(p, width)| (shift(p, first, width, 2), width, d));
                 let out = shift(y.ptr, first, y.width, 2);
                 let pdl = self.pdl();

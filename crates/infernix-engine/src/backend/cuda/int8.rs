@@ -67,7 +67,7 @@ impl Cuda {
         let (d, kv) = (a.head_dim, a.kv_heads);
         let own = selection.map(|s| s.of_rows(first));
         let max_len = selection.map_or(longest, |s| longest.min(s.keep * s.ratio + s.ratio));
-        let queries = queries(q, d, &lanes, (first, n), max_len)?;
+        let queries = queries(q, d, &lanes, (first, n), (max_len, usize::MAX))?;
         let many = !self.is_decode();
         let pdl = self.pdl();
         let kernel = self.plans.attention8(q.width / d, kv, d, many).map_err(fault)?;
