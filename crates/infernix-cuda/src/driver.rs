@@ -7,6 +7,8 @@
 #![expect(unsafe_code, reason = "calls into the CUDA driver; each block states why it is sound")]
 
 use crate::error::{CudaError, Result};
+use crate::tape::Launch;
+pub use crate::tape::Tape;
 use cudarc::driver::sys;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -254,6 +256,11 @@ impl Device {
         let mut names: Vec<String> = rest.map(|(n, _)| n.clone()).collect();
         names.sort();
         names
+    }
+
+    /// Name of a function of the loaded modules.
+    pub(crate) fn name_of(&self, function: usize) -> &str {
+        self.functions.iter().find(|(_, f)| **f as usize == function).map_or("", |(n, _)| n)
     }
 
     /// Waits for all work of the context.
@@ -676,37 +683,6 @@ impl Drop for Stream {
         // SAFETY: created once, destroyed once.
         let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
     }
-}
-
-/// Launches noted instead of made: what a round is made of, and the key of its graph.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Tape {
-    launches: Vec<Launch>,
-    words: Vec<u64>,
-}
-
-impl Tape {
-    /// Number of launches.
-    pub fn len(&self) -> usize {
-        self.launches.len()
-    }
-
-    /// Whether it holds no launch.
-    pub fn is_empty(&self) -> bool {
-        self.launches.is_empty()
-    }
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Launch {
-    function: usize,
-    shared: u32,
-    grid: [u32; 3],
-    block: u32,
-    pdl: bool,
-    first: usize,
-    n: usize,
-    starts: u128,
 }
 
 /// An executable graph of launches.

@@ -11,6 +11,7 @@ pub mod oracle;
 #[cfg(test)]
 mod ptxas;
 pub mod selftest;
+mod tape;
 
 pub use driver::{Device, DeviceBuffer, DeviceInfo, driver_present};
 pub use error::{CudaError, Result};

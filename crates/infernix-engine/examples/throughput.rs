@@ -1,5 +1,5 @@
 //! Throughput of a synthetic model on a CUDA device, without the rest of the program:
-//! `throughput GEOMETRY BUDGET_MIB PROMPT GENERATE REPETITIONS CHUNK [--depth N] [--profile FILE] [--layers N] [--window N] [--workers N] [--lend 0|1]`.
+//! `throughput GEOMETRY BUDGET_MIB PROMPT GENERATE REPETITIONS CHUNK [--depth N] [--profile FILE] [--layers N] [--window N] [--workers N] [--lend 0|1] [--costs]`.
 //! One JSON document; `infernix bench` measures the same way.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program")]
 
@@ -113,6 +113,17 @@ fn run() -> Result<Value, EngineError> {
             "prompt_seconds": prompt_seconds, "decode_ms_a_token": decode_seconds * 1e3 / generate.max(1) as f64,
         }));
     }
+    let mut costs = Value::Null;
+    if args.iter().any(|a| a == "--costs") {
+        let c = d.model.backend.round_costs()?;
+        let kinds = c.kinds.iter().map(|k| {
+            json!({
+                "op": format!("{:?}", k.op), "kernel": k.kernel, "blocks": k.blocks, "count": k.count, "us_left_out": k.gain,
+                "us_alone": k.alone, "us_left_out_all": k.gain * k.count as f64,
+            })
+        });
+        costs = json!({"launches": c.launches, "graph_us": c.round, "kinds": kinds.collect::<Vec<_>>()});
+    }
     let b = &d.model.backend;
     let mut parts = Value::Null;
     if let (Some(path), Some(p)) = (profile, b.profile()) {
@@ -137,5 +148,6 @@ fn run() -> Result<Value, EngineError> {
         "prompt": prompt, "generate": generate, "depth": depth, "depth_seconds": depth_seconds,
         "chunk": chunk, "window": window,
         "prompt_tok_s": prompts, "decode_tok_s": generations, "experts": counts, "parts": parts,
+        "decode_round_costs": costs,
     }))
 }

@@ -136,6 +136,8 @@ struct Recorded {
     tape: Tape,
     cuts: Vec<usize>,
     graphs: Vec<Graph>,
+    /// Operations, and the launch that each begins with.
+    marks: Vec<(usize, Op)>,
 }
 
 /// The CUDA backend.
@@ -189,8 +191,11 @@ pub struct Cuda {
     /// Kind of this decode round, the places of n-gram copies in it, and the tape whose graphs already run, with their number.
     kind: Option<Kind>,
     cuts: Vec<usize>,
+    marks: Vec<(usize, Op)>,
     early: Option<(u64, usize)>,
     tapes: u64,
+    /// Number of the last round's tape.
+    last: u64,
     /// The last packed input, and what it was packed from.
     pub(super) pack: RefCell<Option<(PackKey, Arc<Lease>)>>,
     pub(super) profile: Option<Profile>,
@@ -243,8 +248,10 @@ impl Cuda {
             expected: Vec::new(),
             kind: None,
             cuts: Vec::new(),
+            marks: Vec::new(),
             early: None,
             tapes: 0,
+            last: 0,
             pack: RefCell::new(None),
             profile: options.profile.then(Profile::default),
             zipf: None,
@@ -372,6 +379,9 @@ impl Cuda {
 
     /// From here on the round's time belongs to `op`.
     pub(super) fn mark(&mut self, at: At<'_>) {
+        if self.holding {
+            self.marks.push((self.stream.held(), at.site.op));
+        }
         if self.profile.is_none() {
             return;
         }
@@ -535,12 +545,13 @@ impl Cuda {
                         stream.synchronize().map_err(fault)?;
                         self.graphs.remove(0);
                     }
-                    let (number, cuts) = (self.tapes, self.cuts.clone());
-                    self.graphs.push(Recorded { number, tape, cuts, graphs: Vec::new() });
+                    let (number, cuts, marks) = (self.tapes, self.cuts.clone(), self.marks.clone());
+                    self.graphs.push(Recorded { number, tape, cuts, graphs: Vec::new(), marks });
                 }
                 self.tapes
             }
         };
+        self.last = number;
         if let Some(kind) = self.kind.take() {
             match self.expected.iter_mut().find(|(k, _)| *k == kind) {
                 Some((_, e)) => *e = number,
@@ -553,6 +564,12 @@ impl Cuda {
             }
         }
         Ok(())
+    }
+
+    /// Launches of the last decode round, and where its operations begin in them.
+    pub(super) fn last_decode(&self) -> Option<(Tape, Vec<(usize, Op)>)> {
+        let r = self.graphs.iter().find(|r| r.number == self.last)?;
+        Some((r.tape.clone(), r.marks.clone()))
     }
 
     pub(super) fn act(x: &CudaBuf) -> Result<u64, EngineError> {
@@ -786,6 +803,7 @@ impl Cuda {
         }
         self.early = None;
         self.cuts.clear();
+        self.marks.clear();
         self.kind = decode.then(|| {
             let columns = round.meta.lanes.iter().map(|l| l.ids.len()).collect();
             (round.meta.part, columns, round.longest)

@@ -8,6 +8,7 @@
 mod backend;
 mod blocks;
 mod context;
+mod costs;
 mod disk;
 mod experts;
 mod fused;
@@ -24,6 +25,7 @@ mod weights;
 mod workers;
 
 pub use context::{Cuda, CudaOptions, CudaRouting, CudaSelection, Routing};
+pub use costs::{LaunchCost, RoundCosts};
 pub use experts::CudaExperts;
 pub use profile::{Profile, Span};
 pub use state::CudaSnapshot;
