@@ -31,8 +31,8 @@ DEV int split_len(int len, int kv_heads, int slots) {
 
 template <int D>
 DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const u16* __restrict__ vc, const int* __restrict__ tables,
-                   const int* __restrict__ row_lane, const int* __restrict__ row_pos, const int* __restrict__ sel,
-                   const int* __restrict__ sel_count, float* __restrict__ part, float* __restrict__ ml, int group, int q_pitch,
+                   const int* __restrict__ row_lane, const int* __restrict__ row_pos, const int* sel, const int* sel_count, float* part,
+                   float* ml, int group, int q_pitch,
                    int q_head, int table_pitch, int page_log, int page_stride, int token_stride, int head_stride,
                    int sel_pitch, int ratio, int max_splits, int slots, int fresh, float scale_log2) {
   constexpr int KP = D * 2 + 64, VP = D * 2 + 16, STEPS = D / 32, DW = D / 4, NT = DW / 8;
@@ -44,7 +44,7 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
   const int split = blockIdx.x, kvh = blockIdx.y, row = blockIdx.z;
   pdl_launch();
   // Places of rows and pages are older than the round, and so are keys but a row's last `fresh`: they come before the queries are known.
-  // Selected blocks do not.
+  // Selected blocks do not; `sel` and `sel_count` are not __restrict__, or their loads would be moved before the wait as those of constants.
   if (sel) pdl_wait();
   const int pos = row_pos[row];
   Keys keys;
@@ -182,15 +182,14 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
   }
 }
 
-// Adds the splits of a (head, row) and divides; then, with `gate`, bf16(bf16(o) * sigma(gate)). Four groups of D threads take
-// every fourth split; fixed order. grid (heads, rows), 4 D threads. At most 1024 splits.
-extern "C" __global__ void __launch_bounds__(1024) attn_merge(const float* __restrict__ part, const float* __restrict__ ml, const int* __restrict__ row_pos,
-                                                              const int* __restrict__ sel_count, const u16* __restrict__ gate, u16* __restrict__ out, int group,
-                                                              int kv_heads, int ratio, int max_splits, int slots, int out_pitch, int gate_pitch,
-                                                              int gate_head) {
-  __shared__ float f[1024], buf[1024], red[64];
+// Adds the splits of a (head, row) and divides; then, with `gate`, bf16(bf16(o) * sigma(gate)). A block has 64 of the D values: four groups of
+// 64 threads take every fourth split; fixed order. grid (heads, rows, D / 64). At most 1024 splits.
+extern "C" __global__ void __launch_bounds__(256) attn_merge(const float* part, const float* ml, const int* __restrict__ row_pos, const int* sel_count,
+                                                             const u16* gate, u16* out, int group, int kv_heads, int ratio, int max_splits, int slots, int D,
+                                                             int out_pitch, int gate_pitch, int gate_head) {
+  __shared__ float f[1024], buf[256], red[64];
   pdl_launch();
-  const int head = blockIdx.x, row = blockIdx.y, tid = threadIdx.x, D = blockDim.x >> 2, d = tid & (D - 1), quarter = tid / D;
+  const int head = blockIdx.x, row = blockIdx.y, tid = threadIdx.x, d = blockIdx.z * 64 + (tid & 63), quarter = tid >> 6;
   const int pos = row_pos[row];
   pdl_wait();
   const int nsel = sel_count ? sel_count[row] : -1;
@@ -202,24 +201,34 @@ extern "C" __global__ void __launch_bounds__(1024) attn_merge(const float* __res
   float v[AHEAD];
   auto load = [&](int from) {
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) v[i] = from + 4 * i < n ? __ldcg(part + (o + (size_t)(from + 4 * i) * 16) * D + d) : 0.0f;
+    for (int i = 0; i < AHEAD; i++) v[i] = from + 4 * i < n ? part[(o + (size_t)(from + 4 * i) * 16) * D + d] : 0.0f;
   };
   load(quarter);
   const float g = gate && !quarter ? bf2f(gate[(size_t)row * gate_pitch + (size_t)head * gate_head + d]) : 0.0f;
-  const bool mine = tid < n;
-  const float m = mine ? ml[(o + (size_t)tid * 16) * 2] : -INFINITY, lv = mine ? ml[(o + (size_t)tid * 16) * 2 + 1] : 0.0f;
-  float w = warp_max(m);
-  if ((tid & 31) == 0) red[tid >> 5] = w;
+  // Weights of the splits, up to four of a thread; 32 splits are added in a tree, those in order.
+  float m[4], lv[4], top = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int s = tid + 256 * i;
+    m[i] = s < n ? ml[(o + (size_t)s * 16) * 2] : -INFINITY, lv[i] = s < n ? ml[(o + (size_t)s * 16) * 2 + 1] : 0.0f;
+    top = fmaxf(top, m[i]);
+  }
+  top = warp_max(top);
+  if ((tid & 31) == 0) red[tid >> 5] = top;
   __syncthreads();
-  w = red[0];
-  for (int i = 1; i < (int)blockDim.x >> 5; i++) w = fmaxf(w, red[i]);
-  const float e = mine ? exp2f(m - w) : 0.0f;
-  f[tid] = e;
-  const float ls = warp_sum(lv * e);
-  if ((tid & 31) == 0) red[32 + (tid >> 5)] = ls;
+  top = red[0];
+  for (int i = 1; i < 8; i++) top = fmaxf(top, red[i]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (256 * i >= n) break;
+    const float e = tid + 256 * i < n ? exp2f(m[i] - top) : 0.0f;
+    f[tid + 256 * i] = e;
+    const float ls = warp_sum(lv[i] * e);
+    if ((tid & 31) == 0) red[32 + 8 * i + (tid >> 5)] = ls;
+  }
   __syncthreads();
   float l = 0, acc = 0;
-  for (int i = 0; i < (int)blockDim.x >> 5; i++) l += red[32 + i];
+  for (int i = 0; i < (n + 31) >> 5; i++) l += red[32 + i];
   for (int s = quarter; s < n; s += 4 * AHEAD) {
     if (s > quarter) load(s);
 #pragma unroll
@@ -229,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(1024) attn_merge(const float* __res
   buf[tid] = acc;
   __syncthreads();
   if (quarter) return;
-  acc = ((buf[d] + buf[D + d]) + buf[2 * D + d]) + buf[3 * D + d];
+  acc = ((buf[tid] + buf[64 + tid]) + buf[128 + tid]) + buf[192 + tid];
   u16 y = f2bf(acc / l);
   if (gate) y = f2bf(bf2f(y) * sigmoidf(g));
   out[(size_t)row * out_pitch + head * D + d] = y;

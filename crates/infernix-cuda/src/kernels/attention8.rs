@@ -139,8 +139,8 @@ impl Attention8 {
         s.launch(&self.decode, [splits as u32, self.kv_heads as u32, q.rows as u32], 128, true, &args)?;
         let (g, gp, gh) = gate.unwrap_or((0, 0, 0));
         let args = Args::new().ptr(part).ptr(ml).ptr(q.pos).ptr(sc).ptr(g).ptr(out);
-        let args = args.ints(&[group, self.kv_heads, ratio, splits, self.slots, out_pitch, gp, gh]);
-        s.launch(&self.merge, [self.heads as u32, q.rows as u32, 1], 4 * self.d as u32, true, &args)
+        let args = args.ints(&[group, self.kv_heads, ratio, splits, self.slots, self.d, out_pitch, gp, gh]);
+        s.launch(&self.merge, [self.heads as u32, q.rows as u32, self.d as u32 / 64], 256, true, &args)
     }
 
     /// As [`super::attention::Attention::prefill`], with [`Attention8::rotated_bytes`] of scratch.
