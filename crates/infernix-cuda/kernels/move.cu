@@ -29,7 +29,7 @@ DEV float e4m3f(u32 b) {
 
 // Rows `ids` of a table in any stored format of the linears (planes as there), rounded to BF16: the exact product of the stored
 // words, once rounded to FP32 where it does not fit, as the host decodes it. fmt: 0 bf16, 1 q8, 2 q4, 3 q5, 4 q6, 5 nvfp4, 6 fp8.
-// An id beyond the table reads its last row. grid (rows).
+// An id beyond the table reads its last row. grid (rows, ceil(n/256)).
 extern "C" __global__ void __launch_bounds__(256) embed_table(const int* __restrict__ ids, const u8* __restrict__ codes, const u8* __restrict__ high,
                                                               const u8* __restrict__ scales, const u16* __restrict__ row_scale, float tscale,
                                                               int divide, int fmt, int code_pitch, int high_pitch, int scale_pitch, int table_rows,
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256) embed_table(const int* __restr
   const int r = blockIdx.x;
   const size_t id = (size_t)min((u32)ids[r], (u32)(table_rows - 1));
   const u8 *c = codes + id * code_pitch, *h = high + id * high_pitch, *s = scales + id * scale_pitch;
-  for (int i = threadIdx.x; i < n; i += 256) {
+  for (int i = blockIdx.y * 256 + threadIdx.x; i < n; i += gridDim.y * 256) {
     float v;
     if (fmt == 0) {
       y[(size_t)r * n + i] = ((const u16*)c)[i];

@@ -96,6 +96,7 @@ impl Moves {
             .f32(table.tensor_scale)
             .ints(&[usize::from(table.divide), format, cp, hp, sp, table.n, table.k])
             .ptr(y);
-        s.launch(&self.embed, [rows as u32, 1, 1], 256, pdl, &args)
+        // A row is spread over blocks: one would ask for its values five at a time.
+        s.launch(&self.embed, [rows as u32, table.k.div_ceil(256) as u32, 1], 256, pdl, &args)
     }
 }
