@@ -89,8 +89,8 @@ impl Cuda {
     ) -> Option<(CudaBuf, Option<CudaBuf>)> {
         let add = self.take_injection(r);
         let fused = self.fused_mix(r, w, add.as_ref());
-        if fused.is_none() {
-            self.pending = add;
+        if let (None, Some(add)) = (&fused, add) {
+            self.pending = Some(add);
         }
         fused
     }
