@@ -30,7 +30,7 @@ DEV int split_len(int len, int kv_heads, int slots) {
 }
 
 template <int D>
-DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const u16* __restrict__ vc, const int* __restrict__ tables,
+DEV void attn_body(const u16* q, const u16* __restrict__ kc, const u16* __restrict__ vc, const int* __restrict__ tables,
                    const int* __restrict__ row_lane, const int* __restrict__ row_pos, const int* sel, const int* sel_count, float* part,
                    float* ml, int group, int q_pitch,
                    int q_head, int table_pitch, int page_log, int page_stride, int token_stride, int head_stride,
@@ -44,7 +44,7 @@ DEV void attn_body(const u16* __restrict__ q, const u16* __restrict__ kc, const 
   const int split = blockIdx.x, kvh = blockIdx.y, row = blockIdx.z;
   pdl_launch();
   // Places of rows and pages are older than the round, and so are keys but a row's last `fresh`: they come before the queries are known.
-  // Selected blocks do not; `sel` and `sel_count` are not __restrict__, or their loads would be moved before the wait as those of constants.
+  // Selected blocks do not; `q`, `sel` and `sel_count` are not __restrict__, or their loads might be moved before the wait as those of constants.
   if (sel) pdl_wait();
   const int pos = row_pos[row];
   Keys keys;
