@@ -332,7 +332,7 @@ impl ModelConfig {
             text.check_tokens(key, config.vocab)?;
             top.check_tokens(key, config.vocab)?;
         }
-        if config.vision.is_some() && !rope_object(text)?.is_some_and(|p| p.get("mrope_section").is_some()) {
+        if config.vision.is_some() && rope_object(text)?.is_none_or(|p| p.get("mrope_section").is_none()) {
             return Err(ModelError::Missing { key: text.path("rope_parameters.mrope_section") });
         }
         if let Some(q) = &config.qsa
