@@ -242,7 +242,7 @@ fn resuming_with_other_options_names_them_and_spares_the_unfinished_file() {
         assert_eq!(fs::read(m.at("a.ref.partial")).unwrap(), partial);
         m.kld(&[&first[..], &["--resume"]].concat()).ok();
         assert!(!m.at("a.ref.partial").exists() && !m.at("run.state").exists());
-        assert!(names(&m.at("cache/kld")).is_empty());
+        assert!(!m.at("cache/kld").exists() || names(&m.at("cache/kld")).is_empty());
         fs::remove_file(m.at("a.ref")).unwrap();
     }
 }
