@@ -106,6 +106,8 @@ fn a_damaged_trace_is_an_error_with_its_line_and_a_torn_end_is_none() {
         (good.replacen("\"infernix_trace\":1", "\"infernix_trace\":9", 1), "version 9"),
         (good.replacen("\"prompt\":[", "\"prompt\":[-1,", 1), "line 2"),
         (format!("{}\n{{]\n{good}", good.lines().next().expect("a head")), "line 2"),
+        (good.replacen("\"prompt\":[", "\"prompt\":[4294967295,", 1), "line 2"),
+        (good.replacen("\"prompt\":[", &format!("\"prompt\":[{}", "7,".repeat(5000)), 1), "more KV pages"),
         ("no trace at all".to_owned(), "line 1"),
         (String::new(), "no requests"),
     ] {
@@ -196,6 +198,16 @@ fn plan_works_without_a_trace_and_says_what_is_too_small() {
         assert!(tokens("cached_tokens") <= tokens("cached_tokens_bound"), "{p}");
         assert!(tokens("cached_tokens_clairvoyant") <= tokens("cached_tokens_bound"), "{p}");
     }
-    infernix(cache.path(), &[&made_up[..], &["1"]].concat()).fails(1, &["device memory"]);
+    let needed = planned["needed"].as_array().expect("budgets");
+    assert_eq!((needed.len(), &needed[0]["target_percent"]), (2, &serde_json::Value::Null));
+    assert_eq!(needed[1]["target_percent"], 90);
+    assert!(needed[1]["expert_hit_rate"].as_f64() >= Some(0.9), "{planned}");
+    // What is named runs, and a MiB less of device memory than runs at all does not.
+    let least = needed[0]["vram_mib"].as_u64().expect("MiB");
+    let on = |vram: u64| infernix(cache.path(), &[&made_up[..], &[&vram.to_string()]].concat());
+    on(least).ok();
+    on(least - 1).fails(1, &["device memory"]);
+    infernix(cache.path(), &["plan", "--target", "100"]).fails(2, &["--target"]);
+    infernix(cache.path(), &["plan", "--kv-capacity", &usize::MAX.to_string()]).fails(1, &["KV"]);
     infernix(cache.path(), &["plan", "--link", "0"]).fails(2, &["--link"]);
 }

@@ -619,6 +619,11 @@ pub(crate) struct PlanArgs {
     /// Host memory for experts and cached prefixes; several values are compared
     #[arg(long, value_name = "MIB", value_delimiter = ',', default_value = "73728")]
     pub(crate) ram_mib: Vec<u64>,
+    /// Also find the smallest of both with which this share of the experts used is resident and, of the prompt tokens that an
+    /// unlimited cache would give, this share comes from the cache; several values are compared
+    #[arg(long, value_name = "PERCENT", value_delimiter = ',', default_value = "90",
+          value_parser = clap::value_parser!(u8).range(1..=99))]
+    pub(crate) target: Vec<u8>,
     /// Link between them, GB/s
     #[arg(long, value_name = "GBPS", default_value_t = 50.0)]
     pub(crate) link: f64,

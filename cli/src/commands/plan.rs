@@ -8,7 +8,7 @@ use crate::output::{self, Table, bytes, grouped, usage};
 use anyhow::Context as _;
 use infernix_artifact::Directory;
 use infernix_engine::model::{ArtifactSource, WeightSource as _};
-use infernix_engine::sim::{Machine, ModelSizes, Plan, Synthetic, Trace, plan};
+use infernix_engine::sim::{Machine, ModelSizes, Needed, Plan, Synthetic, Trace, needed, plan};
 use infernix_engine::state::{KvFormat, PAGE_TOKENS};
 use infernix_model::{Ffn, LayerKind, ModelConfig};
 use serde_json::{Value, json};
@@ -44,23 +44,30 @@ pub(crate) fn run(args: &PlanArgs, progress: ProgressMode) -> anyhow::Result<Out
     if trace.requests.is_empty() {
         return Err(usage("the trace holds no requests"));
     }
+    let machine = Machine {
+        vram: 0,
+        ram: 0,
+        link: args.link * 1e9,
+        hbm: args.bandwidth * 1e9,
+        handoff: args.handoff * 1e-6,
+        prefill: args.prefill_rate,
+        prefill_chunk: args.prefill_chunk.max(1),
+        lanes: args.max_concurrency as usize,
+        kv_tokens: args.kv_capacity,
+        snapshots: args.prefix_cache_device_mib.saturating_mul(1 << 20),
+    };
     let mut plans = Vec::new();
     for vram in &args.vram_mib {
         for ram in &args.ram_mib {
-            let machine = Machine {
-                vram: vram.saturating_mul(1 << 20),
-                ram: ram.saturating_mul(1 << 20),
-                link: args.link * 1e9,
-                hbm: args.bandwidth * 1e9,
-                handoff: args.handoff * 1e-6,
-                prefill: args.prefill_rate,
-                prefill_chunk: args.prefill_chunk.max(1),
-                lanes: args.max_concurrency as usize,
-                kv_tokens: args.kv_capacity,
-                snapshots: args.prefix_cache_device_mib.saturating_mul(1 << 20),
-            };
+            let (own, host) = (vram.saturating_mul(1 << 20), ram.saturating_mul(1 << 20));
+            let machine = Machine { vram: own, ram: host, ..machine };
             plans.push((*vram, *ram, plan(&model, &machine, &trace)?));
         }
+    }
+    let mut budgets = Vec::new();
+    for target in std::iter::once(None).chain(args.target.iter().copied().map(Some)) {
+        let share = f64::from(target.unwrap_or(0)) / 100.0;
+        budgets.push((target, needed(&model, &machine, &trace, share)?));
     }
     let recorded = trace.rounds > 0;
     let per_round = 1.0 + trace.accepted as f64 / trace.rounds.max(1) as f64;
@@ -72,6 +79,7 @@ pub(crate) fn run(args: &PlanArgs, progress: ProgressMode) -> anyhow::Result<Out
             "routing": if trace.routing.is_empty() { "synthetic" } else { "recorded" },
             "tokens_per_round": if recorded { Some(per_round) } else { None },
             "plans": list,
+            "needed": budgets.iter().map(|(target, n)| budget_json(*target, n)).collect::<Vec<_>>(),
         })))?;
         return Ok(Outcome::Done);
     }
@@ -124,6 +132,33 @@ pub(crate) fn run(args: &PlanArgs, progress: ProgressMode) -> anyhow::Result<Out
         ]);
     }
     output::print(&table.to_string())?;
+    output::print("\nsmallest budgets:\n")?;
+    let mut table = Table::new(&[
+        "target",
+        "VRAM",
+        "RAM",
+        "experts resident",
+        "hit",
+        "decode tok/s",
+        "cache in RAM",
+        "prompt from cache",
+        "of unlimited",
+    ]);
+    let (dense, unlimited) = (plans[0].2.frames.1 == 0, plans[0].2.unlimited.cached_tokens);
+    for (target, n) in &budgets {
+        table.row([
+            target.map_or("it runs".into(), |t| format!("{t} %")),
+            bytes(n.vram),
+            bytes(n.ram),
+            if dense { "-".into() } else { grouped(n.frames as u64) },
+            if dense { "-".into() } else { format!("{:.1} %", 100.0 * n.expert_hit) },
+            format!("{:.1}", n.decode),
+            bytes(n.host_cache),
+            format!("{} %", percent(n.cached, traffic.prompt_tokens)),
+            format!("{} %", percent(n.cached, unlimited)),
+        ]);
+    }
+    output::print(&table.to_string())?;
     if args.trace.is_some() {
         output::print(&match trace.cached {
             Some(n) => format!(
@@ -158,6 +193,14 @@ fn to_json(vram: u64, ram: u64, p: &Plan) -> Value {
         "first_token_seconds": { "p50": t.first_token.0, "p95": t.first_token.1 },
         "queue_seconds": { "p50": t.queued.0, "p95": t.queued.1 }, "busy_seconds": t.busy, "span_seconds": t.span,
         "snapshots": t.snapshots.0, "snapshots_dropped": t.snapshots.1, "preemptions": t.preemptions,
+    })
+}
+
+fn budget_json(target: Option<u8>, n: &Needed) -> Value {
+    json!({
+        "target_percent": target, "vram_mib": n.vram.div_ceil(1 << 20), "ram_mib": n.ram.div_ceil(1 << 20),
+        "expert_frames": n.frames, "expert_hit_rate": n.expert_hit, "decode_tokens_per_second": n.decode,
+        "host_cache_bytes": n.host_cache, "cached_tokens": n.cached,
     })
 }
 

@@ -1,5 +1,6 @@
 //! Recorded and made-up traffic.
 
+use super::model::STOP;
 use crate::numerics::round::mix;
 use serde_json::Value;
 use std::io::BufRead;
@@ -71,7 +72,9 @@ impl Trace {
                 let list = v.as_array().ok_or_else(|| bad("expected a list of ids"))?;
                 list.iter()
                     .map(|i| {
-                        i.as_u64().and_then(|i| u32::try_from(i).ok()).ok_or_else(|| bad("an id is no id"))
+                        // The last one ends the simulator's answers.
+                        let id = i.as_u64().and_then(|i| u32::try_from(i).ok()).filter(|i| *i < STOP);
+                        id.ok_or_else(|| bad("an id is no id"))
                     })
                     .collect()
             };
@@ -90,8 +93,9 @@ impl Trace {
                 let at = order.get(&id).ok_or_else(|| bad("an end without its request"))?;
                 trace.requests[*at].output = ids(&v["output"])?;
                 trace.cached = trace.cached.map(|n| n.saturating_add(v["cached"].as_u64().unwrap_or(0)));
-                trace.rounds += v["rounds"].as_u64().unwrap_or(0);
-                trace.accepted += v["accepted"].as_u64().unwrap_or(0);
+                let count = |key: &str| v[key].as_u64().unwrap_or(0);
+                trace.rounds = trace.rounds.saturating_add(count("rounds"));
+                trace.accepted = trace.accepted.saturating_add(count("accepted"));
             } else if v["cache"] == "snapshot" {
                 trace.state_bytes = trace.state_bytes.max(v["bytes"].as_u64().unwrap_or(0));
             } else if let Some(layers) = v["routing"].as_array() {
@@ -237,6 +241,8 @@ mod tests {
             (r#"{"at": 1.0, "request": 1, "prompt": 7, "markers": []}"#, "list of ids"),
             (r#"{"at": -1, "request": 1, "prompt": [1], "markers": []}"#, "arrival"),
             (r#"{"at": 1e300, "request": 1, "prompt": [1], "markers": []}"#, "arrival"),
+            (r#"{"at": 1.0, "request": 1, "prompt": [4294967295], "markers": []}"#, "no id"),
+            (r#"{"at": 1.0, "request": 1, "prompt": [1], "markers": [1e99]}"#, "no id"),
             (r#"{"end": 5, "output": []}"#, "without its request"),
             (r#"{"routing": [[[4000000000]]]}"#, "expert 4000000000"),
             (r#"{"routing": [3]}"#, "rows"),
@@ -245,6 +251,11 @@ mod tests {
             let error = read(&[request, line, request]).unwrap_err();
             assert!(error.contains("line 3") && error.contains(what), "{line}: {error}");
         }
+        let many =
+            format!(r#"{{"end": 1, "output": [], "rounds": {0}, "accepted": {0}, "cached": {0}}}"#, u64::MAX);
+        let trace = read(&[request, &many, &many]).unwrap();
+        assert_eq!((trace.rounds, trace.cached), (u64::MAX, Some(u64::MAX)));
+        assert!(read(&[&"[".repeat(1 << 20), request]).is_err());
         assert!(Trace::read(&b"\xff\xfe"[..]).is_err());
         assert!(Trace::read(&b"{}"[..]).unwrap_err().contains("no trace"));
         assert!(Trace::read(&br#"{"infernix_trace": 2}"#[..]).unwrap_err().contains("version 2"));
