@@ -17,12 +17,14 @@ const TOKENS: [(&str, &str); 4] = [
     ("<|vision_end|>", "vision_end_token_id"),
 ];
 
+/// A range and what it is in words.
+type Bounds = (RangeInclusive<f64>, &'static str);
 /// Of norms. The smallest positive FP32 number that is normal is still something.
-const EPSILON: RangeInclusive<f64> = f32::MIN_POSITIVE as f64..=1.0;
+const EPSILON: Bounds = (f32::MIN_POSITIVE as f64..=1.0, "a number above 0, at most 1");
 /// Bases of rotary frequencies: above 1, and FP32.
-const ROPE_BASE: RangeInclusive<f64> = 1.0 + f32::EPSILON as f64..=f32::MAX as f64;
+const ROPE_BASE: Bounds = (1.0 + f32::EPSILON as f64..=f32::MAX as f64, "a finite number above 1");
 /// Context extensions.
-const YARN_FACTOR: RangeInclusive<f64> = 1.0..=1024.0;
+const YARN_FACTOR: Bounds = (1.0..=1024.0, "a number from 1 to 1024");
 /// What else llama.cpp can be told of YaRN, with the values that the models were trained with.
 const YARN: [(&str, f64); 5] = [
     ("attn_factor", 1.0),
@@ -64,10 +66,10 @@ impl Keys<'_> {
         }
     }
 
-    fn float(&self, key: &str, range: RangeInclusive<f64>) -> Result<f64, CheckpointError> {
+    fn float(&self, key: &str, (range, expected): Bounds) -> Result<f64, CheckpointError> {
         let key = self.key(key);
-        let found = self.gguf.float_in(&key, range)?.map(shortest);
-        found.ok_or_else(|| self.gguf.key_error(&key, "a floating-point number", "missing".into()))
+        let found = self.gguf.float_in(&key, range, expected)?.map(shortest);
+        found.ok_or_else(|| self.gguf.key_error(&key, expected, "missing".into()))
     }
 
     /// Keys whose value says what the tensors and other keys say already must say the same.

@@ -248,7 +248,7 @@ impl Gguf {
         self.typed(key, "a finite floating-point number", |v| v.float().filter(|x| x.is_finite()))
     }
 
-    /// [`Gguf::float`] within a range, whose bounds belong to it.
+    /// [`Gguf::float`] within a range, whose bounds belong to it; `expected` says it in words.
     ///
     /// # Errors
     /// As there; a value outside.
@@ -256,9 +256,9 @@ impl Gguf {
         &self,
         key: &str,
         range: RangeInclusive<f64>,
+        expected: &str,
     ) -> Result<Option<f64>, CheckpointError> {
-        let expected = format!("a number from {} to {}", range.start(), range.end());
-        self.typed(key, &expected, |v| v.float().filter(|x| range.contains(x)))
+        self.typed(key, expected, |v| v.float().filter(|x| range.contains(x)))
     }
 
     fn typed<'a, T>(

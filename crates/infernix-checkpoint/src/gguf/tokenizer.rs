@@ -228,7 +228,9 @@ impl Tokens {
             }
         }
         for (name, key, most) in SAMPLING {
-            let Some(v) = gguf.float_in(key, 0.0..=most)? else { continue };
+            let Some(v) = gguf.float_in(key, 0.0..=most, &format!("a number from 0 to {most}"))? else {
+                continue;
+            };
             if name == "temperature" {
                 out.insert("do_sample".into(), json!(true));
             }

@@ -53,7 +53,7 @@ fn gguf_numbers_that_are_none_are_refused_by_their_key() {
         ("general.sampling.top_p", &[1.5]),
     ] {
         for value in bad.iter().chain(more) {
-            key_fails(key, &value.to_le_bytes(), &["a number from"]);
+            key_fails(key, &value.to_le_bytes(), &["number"]);
         }
     }
 }
