@@ -1,4 +1,4 @@
-// Decode linear: y[c][n] = sum_k W[n][k] x[c][k] for 1-64 columns, the same bits for a column at every width.
+// Decode linear: y[c][n] = sum_k W[n][k] x[c][k] for 1-64 columns, the same bits for a column at every width (NVFP4: nvfp4.cu).
 //
 // 16 consumer warps and one producer warp a CTA. The CTA walks over tiles of 16 rows; a ring of stages holds
 // `steps_per_chunk` steps of 16 rows, each row one bulk copy. Warp w takes the steps j with j % 16 == w of every
@@ -132,7 +132,7 @@ template <int F, int NT, bool XS> DEV void gemv_body(GEMV_PARAMS) {
           float v = p[0];
 #pragma unroll
           for (int w = 1; w < 16; w++) v += p[w * RED];
-          v = finish(F == F_NVFP4 ? v * 256.0f : v, row_scale, row, tscale, mode & 2);
+          v = finish(v, row_scale, row, tscale, mode & 2);
           if (mode & 1) ((float*)y)[(size_t)oc * y_pitch + row] = v;
           else ((u16*)y)[(size_t)oc * y_pitch + row] = f2bf(v);
         }
@@ -154,7 +154,6 @@ ENTRIES(gemv_q8, F_Q8)
 ENTRIES(gemv_q4, F_Q4)
 ENTRIES(gemv_q5, F_Q5)
 ENTRIES(gemv_q6, F_Q6)
-ENTRIES(gemv_nvfp4, F_NVFP4)
 ENTRIES(gemv_fp8, F_FP8)
 ENTRIES(gemv_fp8b, F_FP8B)
 ENTRIES(gemv_mxfp8, F_MXFP8)

@@ -45,10 +45,6 @@ DEV void chunk_sums(float (&acc)[NT][4], const ChunkPlanes& w, int tile, u32 row
         s1 = h2f(lds16(side + (g + 8) * w.side_pitch + 2 * s));
       }
     }
-    if (F == F_NVFP4) {
-      r0.extra = lds8(side + g * w.side_pitch + 4 * s + q);
-      r1.extra = lds8(side + (g + 8) * w.side_pitch + 4 * s + q);
-    }
     if (F == F_Q5) {
       if (w.high_direct) {
         r0.extra = __ldg((const u16*)(hrow0 + 8 * s + 2 * q));

@@ -24,26 +24,27 @@ template <int F> struct Fmt {
   static constexpr bool PERM = F == F_Q4 || F == F_Q5 || F == F_Q6 || F == F_NVFP4;
 };
 
-// 8 codes (one u32 of nibbles) -> 4 registers in the permuted pair order.
-template <int F> DEV void expand_nibbles(u32 w, u32 high, u32 scale, u32* r) {
-  if (F == F_NVFP4) {
-    // E2M1 at bits 15, 8..6 of a BF16 is the value times 2^-126; `scale` holds the block scale times 2^118. A multiplication
-    // puts sign and magnitude in place at once and runs on the pipe that the masks leave free.
-    const u32 v = w >> 8;
-    r[0] = hmul2(((w & 0x000f000fu) * 0x1040u) & 0x81c081c0u, scale);
-    r[1] = hmul2(((w & 0x00f000f0u) * 0x0104u) & 0x81c081c0u, scale);
-    r[2] = hmul2(((v & 0x000f000fu) * 0x1040u) & 0x81c081c0u, scale);
-    r[3] = hmul2(((v & 0x00f000f0u) * 0x0104u) & 0x81c081c0u, scale);
-  } else {
-    constexpr u32 FLIP = F == F_Q4 ? 0x43084308u : F == F_Q5 ? 0x43104310u : 0x43204320u;
+// 8 E2M1 codes as they lie on the device (nvfp4.cuh) -> 4 registers in the permuted pair order. E2M1 at bits 15, 8..6 of a BF16 is the
+// value times 2^-126; `scale` holds the block scale times 2^118. Two of the four pairs need a product or a mask alone: shifts and
+// logic share a pipe, products have their own.
+DEV void expand_e2m1(u32 w, u32 scale, u32* r) {
+  constexpr u32 M = 0x81c081c0u;
+  r[0] = hmul2(w & M, scale);
+  r[1] = hmul2((w * 8) & M, scale);
+  r[2] = hmul2(((w & 0x40074007u) * 66) & M, scale);
+  r[3] = hmul2(((w >> 3) & 0x01c001c0u) | ((w * 4) & 0x80008000u), scale);
+}
+
+// 8 two's-complement codes (one u32 of nibbles) -> 4 registers in the permuted pair order.
+template <int F> DEV void expand_nibbles(u32 w, u32 high, u32* r) {
+  constexpr u32 FLIP = F == F_Q4 ? 0x43084308u : F == F_Q5 ? 0x43104310u : 0x43204320u;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      u32 v = (w >> (4 * j)) & 0x000f000fu;
-      if (F == F_Q5) v |= (high >> j) & 0x00100010u;
-      if (F == F_Q6) v |= (high >> (2 * j)) & 0x00300030u;
-      // 128 + (code with its sign bit flipped), minus 128 + half the range: exact.
-      r[j] = hsub2(v ^ FLIP, FLIP);
-    }
+  for (int j = 0; j < 4; j++) {
+    u32 v = (w >> (4 * j)) & 0x000f000fu;
+    if (F == F_Q5) v |= (high >> j) & 0x00100010u;
+    if (F == F_Q6) v |= (high >> (2 * j)) & 0x00300030u;
+    // 128 + (code with its sign bit flipped), minus 128 + half the range: exact.
+    r[j] = hsub2(v ^ FLIP, FLIP);
   }
 }
 
@@ -84,8 +85,8 @@ template <int F> DEV void expand(const Raw<F>& c, u32* r) {
     for (int i = 0; i < Fmt<F>::LANE_BYTES / 4; i++) expand_e4m3(c.w[i], r + 2 * i);
   } else if (F == F_NVFP4) {
     const u32 s = block_scale(c.extra);
-    expand_nibbles<F>(c.w[0], 0, s, r);
-    expand_nibbles<F>(c.w[1], 0, s, r + 4);
+    expand_e2m1(c.w[0], s, r);
+    expand_e2m1(c.w[1], s, r + 4);
   } else {
     u32 h0 = 0, h1 = 0;
     if (F == F_Q5) {
@@ -96,8 +97,8 @@ template <int F> DEV void expand(const Raw<F>& c, u32* r) {
       h0 = c.extra & 0xffff, h1 = c.extra >> 16;
       h0 = (h0 | (h0 << 8)) << 4, h1 = (h1 | (h1 << 8)) << 4;
     }
-    expand_nibbles<F>(c.w[0], h0, 0, r);
-    expand_nibbles<F>(c.w[1], h1, 0, r + 4);
+    expand_nibbles<F>(c.w[0], h0, r);
+    expand_nibbles<F>(c.w[1], h1, r + 4);
   }
 }
 

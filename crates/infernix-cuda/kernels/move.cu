@@ -1,5 +1,5 @@
 // Rows from one place to another: copies side by side, and rows of a stored table. Copies round nothing.
-#include "common.cuh"
+#include "nvfp4.cuh"
 
 // dst row r, copy j, unit i = src row r, unit i. Pitches and strides in units. grid (ceil(n/256), rows).
 template <typename T> DEV void copy_body(const T* src, T* dst, int n, int src_pitch, int dst_pitch, int copies, int copy_stride) {
@@ -27,7 +27,7 @@ DEV float e4m3f(u32 b) {
   return b & 128 ? -m : m;
 }
 
-// Rows `ids` of a table in any stored format of the linears (planes as there), rounded to BF16: the exact product of the stored
+// Rows `ids` of a table in any stored format of the linears (planes as there; NVFP4: units, code_pitch = K / 1024), rounded to BF16: the exact product of the stored
 // words, once rounded to FP32 where it does not fit, as the host decodes it. fmt: 0 bf16, 1 q8, 2 q4, 3 q5, 4 q6, 5 nvfp4, 6 fp8.
 // An id beyond the table reads its last row. grid (rows, ceil(n/256)).
 extern "C" __global__ void __launch_bounds__(256) embed_table(const int* __restrict__ ids, const u8* __restrict__ codes, const u8* __restrict__ high,
@@ -48,17 +48,17 @@ extern "C" __global__ void __launch_bounds__(256) embed_table(const int* __restr
       v = (float)((const signed char*)c)[i] * h2f(((const u16*)s)[i >> 5]);
     } else if (fmt == 6) {
       v = e4m3f(c[i]);
+    } else if (fmt == 5) {
+      const int step = i >> 6, lane = (int)(id & 7) * 4 + ((i >> 4) & 3);
+      const u8* u = codes + unit_of((int)(id >> 3), step, code_pitch);
+      const u32 w = *(const u16*)(u + second_step(step) * 256 + lane * 8 + ((i & 15) >> 2) * 2);
+      v = e2m1f(code_e2m1(w, i & 3)) * e4m3f(u[512 + 2 * lane + second_step(step)]);
     } else {
-      const u32 w = (c[i >> 1] >> (4 * (i & 1))) & 15;
-      if (fmt == 5) {
-        v = e2m1f(w) * e4m3f(s[i >> 4]);
-      } else {
-        const int bits = fmt + 2;
-        u32 q = w;
-        if (fmt == 3) q |= ((h[i >> 3] >> (i & 7)) & 1) << 4;
-        if (fmt == 4) q |= ((h[i >> 2] >> (2 * (i & 3))) & 3) << 4;
-        v = (float)((int)(q << (32 - bits)) >> (32 - bits)) * h2f(((const u16*)s)[i >> 6]);
-      }
+      const int bits = fmt + 2;
+      u32 q = (c[i >> 1] >> (4 * (i & 1))) & 15;
+      if (fmt == 3) q |= ((h[i >> 3] >> (i & 7)) & 1) << 4;
+      if (fmt == 4) q |= ((h[i >> 2] >> (2 * (i & 3))) & 3) << 4;
+      v = (float)((int)(q << (32 - bits)) >> (32 - bits)) * h2f(((const u16*)s)[i >> 6]);
     }
     if (row_scale) v *= bf2f(row_scale[id]);
     y[(size_t)r * n + i] = f2bf(divide ? __fdiv_rn(v, tscale) : v * tscale);

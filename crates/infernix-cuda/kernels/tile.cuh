@@ -7,6 +7,7 @@
 // is one bulk copy and serves ldmatrix and wgmma alike. Both variants hold fragments and sums in the same registers.
 #pragma once
 #include "gemv_core.cuh"
+#include "nvfp4.cuh"
 #include "w4a4.cuh"
 #ifdef TILE_WGMMA
 #include "wgmma.cuh"
@@ -99,6 +100,10 @@ template <int F> DEV void load_scales(const TileArgs& a, const Item& it, int row
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int r = min(it.n0 + row + (i >> 1) * 64 + (i & 1) * 8, a.N - 1);
+    if (F == F_NVFP4) {
+      sc[i] = __ldg(it.codes + unit_of(r >> 3, c, a.K >> 10) + 512 + 2 * ((row & 7) * 4 + q) + second_step(c));
+      continue;
+    }
     if (F == F_FP8B) {
       const int t = a.half ? (r & 1) * ((a.half + 127) >> 7) + (r >> 8) : r >> 7;
       sc[i] = __ldg((const u32*)(it.scales + (size_t)t * a.scale_pitch) + (c >> 1));
@@ -112,7 +117,7 @@ template <int F> DEV void load_scales(const TileArgs& a, const Item& it, int row
       sc[i] = __ldg(p + 2 * c);
       if (2 * c + 1 < a.scale_pitch) sc[i] |= (u32)__ldg(p + 2 * c + 1) << 16;
     } else {
-      sc[i] = F == F_NVFP4 ? (u32)__ldg(p + 4 * c + q) : (u32)__ldg((const u16*)p + c);
+      sc[i] = (u32)__ldg((const u16*)p + c);
     }
   }
 }
@@ -160,7 +165,8 @@ template <int F> DEV void frags(const u8* sa, int row, int grp, int g, int q, u3
         const uint4 v = *(const uint4*)(p + L::unit(row, F == F_BF16 ? ss * 4 + q : q) * 16);
         r[h].w[0] = v.x, r[h].w[1] = v.y, r[h].w[T::LANE_BYTES / 4 - 2] = v.z, r[h].w[T::LANE_BYTES / 4 - 1] = v.w;
       } else {
-        const uint2 v = L::ROW == 64 ? *(const uint2*)(p + L::unit(row, ss * 2 + (q >> 1)) * 16 + (q & 1) * 8) : *(const uint2*)(p + q * 8);
+        const uint2 v = F == F_NVFP4 ? *(const uint2*)(sa + ((row >> 3) + h) * 256 + (4 * g + q) * 8)
+                        : L::ROW == 64 ? *(const uint2*)(p + L::unit(row, ss * 2 + (q >> 1)) * 16 + (q & 1) * 8) : *(const uint2*)(p + q * 8);
         r[h].w[0] = v.x, r[h].w[1] = v.y;
       }
       r[h].extra = h ? extra1 : extra0;
@@ -467,6 +473,15 @@ template <int F> DEV void tile_body(const TileArgs& a) {
         if (L::RG) {
           __syncwarp();
           if (lane < groups) bulk_load(sa + lane * 576, it.codes + ((size_t)(it.n0 / 16 + lane) * units_k + 4 * c) * 144, rg, full);
+        } else if (F == F_NVFP4) {
+          // A tile of 8 rows is one piece of 256 B.
+          const u8* p = it.codes + second_step(c) * 256;
+#pragma unroll 1
+          for (int i = 0; i < BM * 2 / 128; i++) {
+            const int e = t + i * 128, r8 = min((it.n0 >> 3) + (e >> 4), (a.N - 1) >> 3);
+            cp_async16(sa + e * 16, p + unit_of(r8, c, a.K >> 10) + (e & 15) * 16);
+          }
+          asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
         } else {
           constexpr int UPR = L::RG ? 1 : L::ROW / 16;
 #pragma unroll(L::ROW == 32 ? 1 : 4)

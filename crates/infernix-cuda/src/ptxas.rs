@@ -36,7 +36,7 @@ fn hot_kernels_do_not_spill() {
         let prefixes =
             ["tile_", "tilew_", "tile4_", "gdn_", "hc_", "w4a4_", "attn_", "attn8_", "ggml_", "kv8_"];
         prefixes.iter().any(|p| k.starts_with(p))
-            || ((k.starts_with("gemv_") || k.starts_with("group_"))
+            || (["gemv_", "group_", "nvfp4_"].iter().any(|p| k.starts_with(p))
                 && (k.ends_with("_n1") || k.ends_with("_n2")))
     };
     // A few words outside the inner loops: the register file of these is full.

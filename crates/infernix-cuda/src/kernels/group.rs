@@ -1,7 +1,8 @@
 //! Several decode linears of one input as one launch, with what comes before and after them.
 
 use super::linear::{Gemv, GemvPlan, GemvTuning, Linear, Out, WeightFormat};
-use crate::driver::{Args, Device, DeviceBuffer, Kernel, Stream};
+use super::nvfp4;
+use crate::driver::{Args, Device, DeviceBuffer, DeviceInfo, Kernel, Stream};
 use crate::error::{CudaError, Result};
 use std::sync::Arc;
 
@@ -82,6 +83,7 @@ pub struct Experts {
 /// A planned launch for matrices of given shapes.
 pub struct GemvGroup {
     kernel: Kernel,
+    threads: u32,
     sides: [Option<GemvPlan>; 2],
     tiles: [usize; 2],
     k_pads: [usize; 2],
@@ -127,14 +129,52 @@ impl GroupShape {
     }
 }
 
+/// Threads of a CTA.
+const THREADS: u32 = 544;
+
+/// Bytes of the sums of experts, which lie before the ring.
+fn sums(cols: usize) -> usize {
+    512 * cols.div_ceil(8)
+}
+
+/// Plans of NVFP4 beside BF16 and the CTAs of the former: those that are done first.
+fn units(info: &DeviceInfo, shape: GroupShape) -> Option<([Option<GemvPlan>; 2], usize)> {
+    let (sms, cols) = (info.multiprocessors as usize, shape.cols);
+    let room = info.shared_per_block;
+    let t = GemvTuning { shared: room, ring: Gemv::RING, chunk: None, per_sm: 1 };
+    let [tiles, others] = shape.tiles;
+    let of = |&(rows, cost): &(usize, usize)| {
+        let count = tiles * 16 / rows;
+        let time = |a: usize, b: usize| {
+            let bf16 = 10 * 16 * 2 * shape.k_pads[1] * others.div_ceil(b.max(1));
+            (count.div_ceil(a) * cost * nvfp4::bytes(16, shape.k_pads[0]) * rows / 16).max(bf16)
+        };
+        let grid = (count + others).min(sms);
+        let split = if others == 0 { grid } else { (1..grid).min_by_key(|a| time(*a, grid - a))? };
+        let own = nvfp4::plan(rows, tiles, split, shape.k_pads[0], cols, info, &t).filter(|p| p.x_smem)?;
+        let mut beside = None;
+        if others > 0 {
+            let t = GemvTuning { shared: room - sums(cols), ring: t.ring.min(room - sums(cols)), ..t };
+            let p = GemvPlan::tuned(WeightFormat::Bf16, 16 * others, shape.k_pads[1], cols, info, &t).ok()?;
+            beside = Some(GemvPlan { grid: grid - split, ..p }).filter(|p| p.x_smem);
+            beside?;
+        }
+        Some((time(split, grid - split), [Some(own), beside], split))
+    };
+    nvfp4::tile_rows(cols).iter().filter_map(of).min_by_key(|p| p.0).map(|p| (p.1, p.2))
+}
+
 impl GemvGroup {
     /// Plans a launch; `None` if the activations do not fit shared memory beside a ring.
     pub fn new(dev: &Arc<Device>, f: WeightFormat, shape: GroupShape) -> Result<Option<Self>> {
         let info = dev.info();
+        if f == WeightFormat::Nvfp4 && shape.tiles[0] > 0 {
+            let Some(p) = units(info, shape) else { return Ok(None) };
+            return Self::of_units(dev, p.0, shape, p.1).map(Some);
+        }
         let sms = info.multiprocessors as usize;
         let total = shape.tiles[0] + shape.tiles[1];
-        // The sums of experts lie before the ring.
-        let extra = 512 * shape.cols.div_ceil(8);
+        let extra = sums(shape.cols);
         let format = |i: usize| if i == 0 { f } else { WeightFormat::Bf16 };
         let plan = |per_sm: usize| -> Option<[Option<GemvPlan>; 2]> {
             let room = (info.shared_per_block + 1024) / per_sm - 1024 - extra;
@@ -185,6 +225,7 @@ impl GemvGroup {
         let shared = sides.iter().flatten().map(|p| p.shared).max().unwrap_or(0) + extra;
         Ok(Some(GemvGroup {
             kernel: dev.kernel(&format!("group_{}_n{tiles}", shape.tag), shared)?,
+            threads: THREADS,
             sides,
             tiles: shape.tiles,
             k_pads: shape.k_pads,
@@ -192,6 +233,38 @@ impl GemvGroup {
             grid,
             cols: shape.cols,
         }))
+    }
+
+    /// One NVFP4 matrix, up to 64 columns, plain input.
+    pub(super) fn alone(dev: &Arc<Device>, p: GemvPlan, tiles: usize, k_pad: usize, cols: usize) -> Result<Self> {
+        let shape = GroupShape { tag: WeightFormat::Nvfp4.tag(), tiles: [tiles, 0], k_pads: [k_pad, 0], cols };
+        Self::of_units(dev, [Some(p), None], shape, p.grid)
+    }
+
+    fn of_units(
+        dev: &Arc<Device>,
+        sides: [Option<GemvPlan>; 2],
+        shape: GroupShape,
+        split: usize,
+    ) -> Result<Self> {
+        let (Some(p), beside) = (&sides[0], &sides[1]) else {
+            return Err(CudaError::Shape { kernel: "group", what: "no NVFP4 matrix".into() });
+        };
+        let place = if p.x_smem { "" } else { "_global" };
+        let name = format!("nvfp4_r{}_n{}{place}", p.rows, p.tiles);
+        let shared = p.shared.max(beside.as_ref().map_or(0, |b| b.shared + sums(shape.cols)));
+        // The warp that copies BF16 matrices.
+        let threads = if beside.is_some() { THREADS } else { THREADS - 32 };
+        Ok(GemvGroup {
+            kernel: dev.kernel(&name, shared)?,
+            threads,
+            tiles: shape.tiles,
+            k_pads: shape.k_pads,
+            split,
+            grid: split + beside.as_ref().map_or(0, |b| b.grid),
+            cols: shape.cols,
+            sides,
+        })
     }
 
     /// `y[c][n] = sum_k w[n][k] x[c][k]` of every part, each with the bits of a launch of its own.
@@ -254,6 +327,6 @@ impl GemvGroup {
         words.extend([pair(pitch, pitch1), pair(k, self.cols), pair(self.split, form)]);
         words.extend([pair(e.top, e.logit_pitch), pair(head, usize::from(sigmoid))]);
         words.push(u64::from(eps.to_bits()));
-        s.launch(&self.kernel, [self.grid as u32, 1, 1], 544, pdl, &Args::new().block(&words))
+        s.launch(&self.kernel, [self.grid as u32, 1, 1], self.threads, pdl, &Args::new().block(&words))
     }
 }

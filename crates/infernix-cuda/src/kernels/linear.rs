@@ -1,5 +1,7 @@
 //! Decode linears: 1-64 columns, the same bits for a column at every width.
 
+use super::group::{GemvGroup, Input, Part};
+use super::nvfp4;
 use crate::driver::{Args, Device, DeviceBuffer, DeviceInfo, Kernel, Stream};
 use crate::error::{CudaError, Result};
 use std::sync::Arc;
@@ -17,7 +19,8 @@ pub enum WeightFormat {
     Q5G64,
     /// Nibbles and a plane of two high bits.
     Q6G64,
-    /// E2M1 nibbles, row-major E4M3 scale per 16, FP32 multiplier or divisor.
+    /// E2M1 codes, E4M3 scale per 16, FP32 multiplier or divisor: stored as nibbles and a plane of scales, on the device in
+    /// the order of [`nvfp4::Nvfp4Order`].
     Nvfp4,
     /// E4M3 codes, BF16 scale per row or none, then the tensor's FP32 factor (1 where there is none).
     Fp8Row,
@@ -56,9 +59,10 @@ impl WeightFormat {
         }
     }
 
-    /// k of one step of the kernels; K is padded to a multiple of it.
+    /// k of one step of the kernels (NVFP4: of sixteen); K is padded to a multiple of it.
     pub fn step(self) -> usize {
         match self {
+            Self::Nvfp4 => nvfp4::K,
             Self::Bf16 | Self::Q8G32 | Self::Mxfp8 => 32,
             _ => 64,
         }
@@ -71,7 +75,7 @@ impl WeightFormat {
         }
     }
 
-    /// Bytes of (codes, high bits, scales) of a row of padded length `k`.
+    /// Bytes of (codes, high bits, scales) of a row of padded length `k`, as stored.
     pub fn row_bytes(self, k: usize) -> (usize, usize, usize) {
         match self {
             Self::Bf16 => (2 * k, 0, 0),
@@ -101,11 +105,11 @@ pub struct Linear {
     pub k: usize,
     /// Columns stored.
     pub k_pad: usize,
-    /// Code plane, `row_bytes(k_pad).0` a row.
+    /// Code plane, `row_bytes(k_pad).0` a row; NVFP4: codes and scales in units, [`nvfp4::bytes`].
     pub codes: DeviceBuffer,
     /// High-bit plane (q5, q6).
     pub high: Option<DeviceBuffer>,
-    /// Group, block or tile scales, row-major.
+    /// Group or tile scales, row-major.
     pub scales: Option<DeviceBuffer>,
     /// BF16 scale of each row (fp8).
     pub row_scale: Option<DeviceBuffer>,
@@ -118,6 +122,9 @@ pub struct Linear {
 impl Linear {
     /// Bytes a matrix product must read.
     pub fn bytes(&self) -> usize {
+        if self.format == WeightFormat::Nvfp4 {
+            return nvfp4::bytes(self.n, self.k_pad);
+        }
         let (a, b, c) = self.format.row_bytes(self.k_pad);
         let tiles = match self.format {
             WeightFormat::Fp8Block => self.n.div_ceil(128) * self.format.scale_pitch(self.k_pad),
@@ -132,13 +139,15 @@ impl Linear {
 pub struct GemvPlan {
     /// n-tiles of the instance: 1, 2, 4 or 8 (8 columns each).
     pub tiles: usize,
+    /// Rows of a tile: 16, or 8 (NVFP4).
+    pub rows: usize,
     /// Stages of the ring.
     pub stages: usize,
-    /// Steps of K in a stage.
+    /// Steps of K in a stage (NVFP4: units).
     pub chunk_steps: usize,
-    /// Bytes of a staged row.
+    /// Bytes of a staged row (NVFP4: of a warp's ring).
     pub pitch: usize,
-    /// Slots for scales and high bits of a tile.
+    /// Slots for scales and high bits of a tile (NVFP4: for its sums).
     pub side_slots: usize,
     /// High bits are read from device memory where they are used: a tile of long rows does not fit.
     pub high_direct: bool,
@@ -187,6 +196,12 @@ impl GemvPlan {
         }
         if k_pad == 0 || !k_pad.is_multiple_of(f.step()) || n == 0 {
             return Err(shape(format!("K = {k_pad} must be a multiple of {}, N = {n} at least 1", f.step())));
+        }
+        let too_large = || {
+            shape(format!("K = {k_pad} does not fit {} bytes of shared memory", info.shared_per_block))
+        };
+        if f == WeightFormat::Nvfp4 {
+            return nvfp4::alone(n.div_ceil(16), k_pad, cols, info, t).ok_or_else(too_large);
         }
         let tiles = match cols {
             1..=8 => 1,
@@ -268,6 +283,7 @@ impl GemvPlan {
                         let grid = n.div_ceil(16).min(info.multiprocessors as usize);
                         return Ok(GemvPlan {
                             tiles,
+                            rows: 16,
                             stages,
                             chunk_steps: chunk,
                             pitch,
@@ -282,7 +298,7 @@ impl GemvPlan {
                 }
             }
         }
-        Err(shape(format!("K = {k_pad} does not fit {} bytes of shared memory", info.shared_per_block)))
+        Err(too_large())
     }
 }
 
@@ -314,9 +330,16 @@ pub enum Out {
     F32,
 }
 
+/// What runs a decode linear.
+enum Runs {
+    Own(Kernel),
+    /// NVFP4: a group of one.
+    Group(Box<GemvGroup>),
+}
+
 /// A planned decode linear.
 pub struct Gemv {
-    kernel: Kernel,
+    runs: Runs,
     /// The plan.
     pub plan: GemvPlan,
     cols: usize,
@@ -348,11 +371,15 @@ impl Gemv {
         t: &GemvTuning,
     ) -> Result<Self> {
         let plan = GemvPlan::tuned(f, n, k_pad, cols, dev.info(), t)?;
+        if f == WeightFormat::Nvfp4 {
+            let group = GemvGroup::alone(dev, plan, n.div_ceil(16), k_pad, cols)?;
+            return Ok(Gemv { runs: Runs::Group(Box::new(group)), plan, cols });
+        }
         let kernel = dev.kernel(
             &format!("gemv_{}_n{}{}", f.tag(), plan.tiles, if plan.x_smem { "" } else { "_global" }),
             plan.shared,
         )?;
-        Ok(Gemv { kernel, plan, cols })
+        Ok(Gemv { runs: Runs::Own(kernel), plan, cols })
     }
 
     /// `y[c][n] = sum_k w[n][k] x[c][k]`. `x`: BF16 `[cols][x_pitch]`, `y`: `[cols][y_pitch]` of `out` words.
@@ -368,6 +395,12 @@ impl Gemv {
         out: Out,
         pdl: bool,
     ) -> Result<()> {
+        let kernel = match &self.runs {
+            Runs::Own(kernel) => kernel,
+            Runs::Group(group) => {
+                return group.launch(s, &[Part { w, y, y_pitch, out }], Input::Plain { x, pitch: x_pitch }, None, pdl);
+            }
+        };
         let (cp, hp, _) = w.format.row_bytes(w.k_pad);
         let sp = w.format.scale_pitch(w.k_pad);
         let p = &self.plan;
@@ -384,7 +417,7 @@ impl Gemv {
             .ptr(y)
             .ints(&[w.n, w.k_pad, w.k, self.cols, x_pitch, y_pitch, cp, hp, sp])
             .ints(&[p.stages, p.chunk_steps, p.pitch, p.side_slots, mode]);
-        s.launch(&self.kernel, [p.grid as u32, 1, 1], 544, pdl, &args)
+        s.launch(kernel, [p.grid as u32, 1, 1], 544, pdl, &args)
     }
 }
 
@@ -417,11 +450,14 @@ mod tests {
                     (48, 2560),
                     (10240, 384),
                 ] {
-                    for cols in [1, 8, 9, 16, 33, 64] {
+                    let k = k.next_multiple_of(f.step());
+                    for cols in [1, 4, 8, 9, 16, 33, 64] {
                         let p = GemvPlan::new(f, n, k, cols, &info(shared), Gemv::RING);
                         let p = p.unwrap_or_else(|e| panic!("{f:?} {n}x{k} {cols} columns, {shared}: {e}"));
                         assert!(p.shared <= shared && p.stages >= 2);
-                        assert!(p.chunk_steps == k / f.step() || p.chunk_steps.is_multiple_of(16));
+                        let units = f == WeightFormat::Nvfp4 && p.chunk_steps <= k / f.step();
+                        let whole = p.chunk_steps == k / f.step() || p.chunk_steps.is_multiple_of(16);
+                        assert!(units || whole);
                     }
                 }
             }

@@ -15,6 +15,7 @@ pub mod index;
 pub mod linear;
 pub mod mix;
 pub mod moves;
+pub mod nvfp4;
 pub mod ple;
 pub mod prep;
 pub mod rows;

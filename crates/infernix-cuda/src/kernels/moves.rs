@@ -1,6 +1,7 @@
 //! Copies of rows, and rows of a stored table.
 
 use super::linear::{Linear, WeightFormat};
+use super::nvfp4;
 use crate::driver::{Args, Device, DeviceBuffer, Kernel, Stream};
 use crate::error::Result;
 use std::sync::Arc;
@@ -84,7 +85,10 @@ impl Moves {
 
     /// Rows `ids` (I32 `[rows]`) of a table to BF16 `[rows][k]`.
     pub fn embed(&self, s: &Stream, table: &Linear, ids: u64, rows: usize, y: u64, pdl: bool) -> Result<()> {
-        let (cp, hp, sp) = table.format.row_bytes(table.k_pad);
+        let (cp, hp, sp) = match table.format {
+            WeightFormat::Nvfp4 => (table.k_pad / nvfp4::K, 0, 0),
+            f => f.row_bytes(table.k_pad),
+        };
         let ptr = |b: &Option<DeviceBuffer>| b.as_ref().map_or(0, DeviceBuffer::ptr);
         let format = WeightFormat::ALL.iter().position(|f| *f == table.format).unwrap_or(0);
         let args = Args::new()

@@ -336,7 +336,9 @@ impl Tile {
             TileFormat::Rg16 | TileFormat::Rg16Fp4 => (0, 0, 0),
         };
         let rg = matches!(self.format, TileFormat::Rg16 | TileFormat::Rg16Fp4);
-        let ok = w.k.is_multiple_of(8)
+        // NVFP4 experts are records.
+        let ok = self.format != TileFormat::Rows(WeightFormat::Nvfp4)
+            && w.k.is_multiple_of(8)
             && if rg {
                 w.n.is_multiple_of(16) && w.k.is_multiple_of(16) && w.half == 0
             } else {

@@ -4,6 +4,7 @@ use super::num::{Rng, bf16, e2m1, e4m3, f16, f32_to_bf16};
 use crate::driver::Device;
 use crate::error::Result;
 use crate::kernels::linear::{Linear, WeightFormat};
+use crate::kernels::nvfp4::{self, Nvfp4Order};
 use std::sync::Arc;
 
 /// Words of a matrix `[n, k]`, rows padded to `k_pad` with zero codes.
@@ -203,17 +204,25 @@ impl Words {
             .collect()
     }
 
-    /// Copies the planes to the device.
+    /// Copies the planes to the device, in the order the kernels read.
     pub fn upload(&self, dev: &Arc<Device>) -> Result<Linear> {
         let opt = |v: &[u8]| if v.is_empty() { Ok(None) } else { dev.upload(v).map(Some) };
+        let units = self.format == WeightFormat::Nvfp4;
+        let codes = if units {
+            let to = dev.alloc(nvfp4::bytes(self.n, self.k_pad))?;
+            Nvfp4Order::new(dev)?.upload(&self.codes, &self.scales, self.n, self.k_pad, &to)?;
+            to
+        } else {
+            dev.upload(&self.codes)?
+        };
         Ok(Linear {
             format: self.format,
             n: self.n,
             k: self.k,
             k_pad: self.k_pad,
-            codes: dev.upload(&self.codes)?,
+            codes,
             high: opt(&self.high)?,
-            scales: opt(&self.scales)?,
+            scales: if units { None } else { opt(&self.scales)? },
             row_scale: if self.row_scale.is_empty() { None } else { Some(dev.upload(&self.row_scale)?) },
             tensor_scale: self.tensor_scale,
             divide: self.divide,

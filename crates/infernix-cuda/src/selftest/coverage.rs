@@ -3,7 +3,7 @@
 
 /// (family, kernels); a star stands for the formats, widths and head sizes of one template.
 const KERNELS: &[(&str, &[&str])] = &[
-    ("linear", &["gemv_*"]),
+    ("linear", &["gemv_*", "nvfp4_*"]),
     ("ggml", &["ggml_*"]),
     ("experts", &["exp_table", "swiglu_table", "e4m3_table", "w4a4_up_*", "w4a4_down_*", "group_experts"]),
     ("state", &["gdn_step"]),
@@ -50,7 +50,6 @@ const KERNELS: &[(&str, &[&str])] = &[
         &[
             "group_q8_*",
             "group_q4_*",
-            "group_nvfp4_*",
             "group_fp8_*",
             "route_experts",
             "attn_prep",

@@ -157,8 +157,10 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
         (F::Q4G64, 10240, 2560, &[1, 4]),
         (F::Q5G64, 10240, 2560, &[1]),
         (F::Q6G64, 10240, 2560, &[1, 4]),
-        (F::Nvfp4, 34816, 5120, &[1, 4, 16]),
-        (F::Nvfp4, 5120, 17408, &[1, 4]),
+        (F::Nvfp4, 34816, 5120, &[1, 4, 8, 16]),
+        (F::Nvfp4, 16384, 5120, &[1, 4]),
+        (F::Nvfp4, 5120, 17408, &[1, 2, 4, 8]),
+        (F::Nvfp4, 5120, 6144, &[1, 4]),
         (F::Nvfp4, 10240, 2560, &[1]),
         (F::Fp8Row, 10240, 5120, &[1, 4]),
     ];
@@ -193,9 +195,10 @@ pub(super) fn bench(run: &mut Run) -> Result<()> {
                 run.timed(
                     "gemv",
                     format!(
-                        "{} {n}x{k} {c} columns, {} CTAs of {} stages of {} steps",
+                        "{} {n}x{k} {c} columns, {} CTAs, tiles of {} rows, {} stages of {}",
                         f.tag(),
                         p.per_sm,
+                        p.rows,
                         p.stages,
                         p.chunk_steps
                     ),

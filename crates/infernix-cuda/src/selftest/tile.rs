@@ -420,7 +420,7 @@ pub(super) fn experts(run: &mut Run) -> Result<()> {
         }
     }
     use WeightFormat as F;
-    for f in [F::Bf16, F::Q4G64, F::Q5G64, F::Q6G64, F::Q8G32, F::Nvfp4, F::Fp8Row, F::Fp8Block, F::Mxfp8] {
+    for f in [F::Bf16, F::Q4G64, F::Q5G64, F::Q6G64, F::Q8G32, F::Fp8Row, F::Fp8Block, F::Mxfp8] {
         for (e, h, i, top, rows) in [(8usize, 256usize, 128usize, 3usize, 150usize), (4, 192, 80, 2, 9)] {
             if !i.is_multiple_of(64) && !matches!(f, F::Fp8Block) {
                 continue; // rows of planes are padded to 64
