@@ -35,6 +35,34 @@ template <int F> DEV int x_place(int k) {
   return (k & ~7) * 2 + (Fmt<F>::PERM ? (e < 4 ? 4 * e : 4 * (e - 4) + 2) : 2 * e);
 }
 
+// `U` pieces of a thread at a time: they are asked for before the first is used.
+template <int F, int U, bool SWIGLU> DEV void stage_plain(const GemvGroup& a, int per, u8* xs, int xp, int tid) {
+  const int total = a.cols * per;
+#pragma unroll 1
+  for (int at = tid; at < total; at += U * CONSUMERS) {
+    uint4 v[U], u[U];
+    int to[U];
+#pragma unroll
+    for (int j = 0; j < U; j++) {
+      const int i = at + j * CONSUMERS, c = i / per, k = (i - c * per) * 8;
+      v[j] = u[j] = make_uint4(0, 0, 0, 0);
+      to[j] = c * xp + k * 2;
+      if (i < total && k < a.kx) {
+        v[j] = __ldg((const uint4*)(a.x + (size_t)c * a.x_pitch + k));
+        if (SWIGLU) u[j] = __ldg((const uint4*)(a.x1 + (size_t)c * a.x1_pitch + k));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < U; j++) {
+      if (at + j * CONSUMERS >= total) break;
+      if (SWIGLU) v[j] = make_uint4(swiglu2(v[j].x, u[j].x), swiglu2(v[j].y, u[j].y), swiglu2(v[j].z, u[j].z), swiglu2(v[j].w, u[j].w));
+      u32 r[4];
+      order_x<F>(v[j], r);
+      *(uint4*)(xs + to[j]) = make_uint4(r[0], r[1], r[2], r[3]);
+    }
+  }
+}
+
 // The input of all columns in shared memory, in the pair order of the format, zeros behind it up to K: by CONSUMERS threads.
 template <int F> DEV void stage_input(const GemvGroup& a, int K, u8* xs, int xp, int tid) {
   const int warp = tid >> 5, lane = tid & 31, cols = a.cols, per = K >> 3;
@@ -50,22 +78,8 @@ template <int F> DEV void stage_input(const GemvGroup& a, int K, u8* xs, int xp,
       const int c = i / per, k = (i - c * per) * 8;
       if (k >= a.kx) *(uint4*)(xs + c * xp + k * 2) = make_uint4(0, 0, 0, 0);
     }
-  } else {
-    for (int i = tid; i < cols * per; i += CONSUMERS) {
-      const int c = i / per, k = (i - c * per) * 8;
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (k < a.kx) {
-        v = __ldg((const uint4*)(a.x + (size_t)c * a.x_pitch + k));
-        if (a.form == X_SWIGLU) {
-          const uint4 u = __ldg((const uint4*)(a.x1 + (size_t)c * a.x1_pitch + k));
-          v = make_uint4(swiglu2(v.x, u.x), swiglu2(v.y, u.y), swiglu2(v.z, u.z), swiglu2(v.w, u.w));
-        }
-      }
-      u32 r[4];
-      order_x<F>(v, r);
-      *(uint4*)(xs + c * xp + k * 2) = make_uint4(r[0], r[1], r[2], r[3]);
-    }
-  }
+  } else if (a.form == X_SWIGLU) stage_plain<F, 2, true>(a, per, xs, xp, tid);
+  else stage_plain<F, 4, false>(a, per, xs, xp, tid);
 }
 
 // Part of a side that a tile of 16 rows belongs to, at or behind part p.

@@ -236,8 +236,15 @@ impl GemvGroup {
     }
 
     /// One NVFP4 matrix, up to 64 columns, plain input.
-    pub(super) fn alone(dev: &Arc<Device>, p: GemvPlan, tiles: usize, k_pad: usize, cols: usize) -> Result<Self> {
-        let shape = GroupShape { tag: WeightFormat::Nvfp4.tag(), tiles: [tiles, 0], k_pads: [k_pad, 0], cols };
+    pub(super) fn alone(
+        dev: &Arc<Device>,
+        p: GemvPlan,
+        tiles: usize,
+        k_pad: usize,
+        cols: usize,
+    ) -> Result<Self> {
+        let shape =
+            GroupShape { tag: WeightFormat::Nvfp4.tag(), tiles: [tiles, 0], k_pads: [k_pad, 0], cols };
         Self::of_units(dev, [Some(p), None], shape, p.grid)
     }
 
@@ -250,8 +257,12 @@ impl GemvGroup {
         let (Some(p), beside) = (&sides[0], &sides[1]) else {
             return Err(CudaError::Shape { kernel: "group", what: "no NVFP4 matrix".into() });
         };
-        let place = if p.x_smem { "" } else { "_global" };
-        let name = format!("nvfp4_r{}_n{}{place}", p.rows, p.tiles);
+        let kind = match (beside.is_some(), p.x_smem) {
+            (true, _) => "_bf16",
+            (false, true) => "",
+            (false, false) => "_global",
+        };
+        let name = format!("nvfp4_r{}{kind}_n{}", p.rows, p.tiles);
         let shared = p.shared.max(beside.as_ref().map_or(0, |b| b.shared + sums(shape.cols)));
         // The warp that copies BF16 matrices.
         let threads = if beside.is_some() { THREADS } else { THREADS - 32 };

@@ -147,7 +147,7 @@ pub struct GemvPlan {
     pub chunk_steps: usize,
     /// Bytes of a staged row (NVFP4: of a warp's ring).
     pub pitch: usize,
-    /// Slots for scales and high bits of a tile (NVFP4: for its sums).
+    /// Slots for scales and high bits of a tile (NVFP4: tiles of a batch).
     pub side_slots: usize,
     /// High bits are read from device memory where they are used: a tile of long rows does not fit.
     pub high_direct: bool,
@@ -197,9 +197,8 @@ impl GemvPlan {
         if k_pad == 0 || !k_pad.is_multiple_of(f.step()) || n == 0 {
             return Err(shape(format!("K = {k_pad} must be a multiple of {}, N = {n} at least 1", f.step())));
         }
-        let too_large = || {
-            shape(format!("K = {k_pad} does not fit {} bytes of shared memory", info.shared_per_block))
-        };
+        let too_large =
+            || shape(format!("K = {k_pad} does not fit {} bytes of shared memory", info.shared_per_block));
         if f == WeightFormat::Nvfp4 {
             return nvfp4::alone(n.div_ceil(16), k_pad, cols, info, t).ok_or_else(too_large);
         }
@@ -398,7 +397,13 @@ impl Gemv {
         let kernel = match &self.runs {
             Runs::Own(kernel) => kernel,
             Runs::Group(group) => {
-                return group.launch(s, &[Part { w, y, y_pitch, out }], Input::Plain { x, pitch: x_pitch }, None, pdl);
+                return group.launch(
+                    s,
+                    &[Part { w, y, y_pitch, out }],
+                    Input::Plain { x, pitch: x_pitch },
+                    None,
+                    pdl,
+                );
             }
         };
         let (cp, hp, _) = w.format.row_bytes(w.k_pad);

@@ -53,7 +53,14 @@ impl Nvfp4Order {
     }
 
     /// The same from host memory, some rows at a time; `to` holds [`bytes`].
-    pub fn upload(&self, codes: &[u8], scales: &[u8], n: usize, k_pad: usize, to: &DeviceBuffer) -> Result<()> {
+    pub fn upload(
+        &self,
+        codes: &[u8],
+        scales: &[u8],
+        n: usize,
+        k_pad: usize,
+        to: &DeviceBuffer,
+    ) -> Result<()> {
         let (c, s) = (k_pad / 2, k_pad / 16);
         if codes.len() != n * c || scales.len() != n * s || to.len() < bytes(n, k_pad) {
             let what = format!("{n} rows of {k_pad}: {} and {} bytes", codes.len(), scales.len());
@@ -96,20 +103,24 @@ pub(super) fn plan(
         17..=32 => 4,
         _ => 8,
     };
-    let slot = 4 * WARPS * rows * cols.min(16);
-    let mine = (tiles * 16 / rows).div_ceil(ctas.max(1));
-    let slots = if cols > 16 { 2 } else { (SUMS / slot).max(2).min(mine) };
+    // Sums of a tile: sixteen partial ones of every column, or of 8 columns at a time. A group has two buffers of some tiles, or one of
+    // all it has.
+    let slot = 4 * WARPS * rows * if cols > 16 { 8 } else { cols };
+    let mine = (tiles * 16 / rows).div_ceil(ctas.max(1)).div_ceil(WARPS / GROUP);
+    let buffers = |batch: usize| if cols <= 16 && batch == mine { 1 } else { 2 };
+    let most_batch = if cols > 16 { 1 } else { mine };
     for x_smem in [true, false] {
         let x = if x_smem { (cols * (2 * k_pad + 16)).next_multiple_of(128) } else { 0 };
         // Only tiles of 16 rows are multiplied by activations in device memory.
         if !x_smem && rows == 8 {
             continue;
         }
-        for chunk in (1..=most.min(per)).rev() {
-            let stages = (2 * most / chunk).clamp(2, 8);
+        let rings = (1..=most.min(per)).rev().flat_map(|c| [(c, (2 * most / c).clamp(2, 8)), (c, 2)]);
+        for (chunk, stages) in rings {
             let pitch = (chunk * stages * unit).next_multiple_of(128);
             let fixed = 8 * 8 * WARPS + WARPS * pitch + x;
-            let Some(side_slots) = (slots.min(2)..=slots).rev().find(|s| fixed + s * slot <= room) else {
+            let sums = |batch: usize| WARPS / GROUP * buffers(batch) * batch * slot;
+            let Some(side_slots) = (1..=most_batch).rev().find(|b| fixed + sums(*b) <= room) else {
                 continue;
             };
             return Some(GemvPlan {
@@ -121,7 +132,7 @@ pub(super) fn plan(
                 side_slots,
                 high_direct: false,
                 x_smem,
-                shared: fixed + side_slots * slot,
+                shared: fixed + sums(side_slots),
                 grid: ctas,
                 per_sm: 1,
             });
@@ -129,9 +140,6 @@ pub(super) fn plan(
     }
     None
 }
-
-/// Bytes of partial sums that are added at once, where more than two tiles fit them.
-const SUMS: usize = 20 << 10;
 
 /// Rows of a tile that `cols` columns may have, and what a row costs in tenths: tiles of 8 rows need a tenth more instructions.
 pub(super) fn tile_rows(cols: usize) -> &'static [(usize, usize)] {

@@ -229,6 +229,27 @@ impl Words {
         })
     }
 
+    /// An NVFP4 matrix in units, as [`Nvfp4Order`] lays it out.
+    pub fn units(&self) -> Vec<u8> {
+        const PLACES: [(u32, u32); 4] = [(6, 15), (3, 12), (0, 14), (9, 13)];
+        let (cb, _, sb) = self.format.row_bytes(self.k_pad);
+        let per = self.k_pad / nvfp4::K;
+        let mut out = vec![0u8; nvfp4::bytes(self.n, self.k_pad)];
+        for (r, k) in (0..self.n).flat_map(|r| (0..self.k_pad).step_by(4).map(move |k| (r, k))) {
+            let (step, lane) = (k / 64, r % 8 * 4 + k % 64 / 16);
+            let unit = ((r / 8 * 8 + step % 8) * per + step / 16) * 576;
+            let second = step % 16 / 8;
+            let word = (0..4).fold(0u16, |w, i| {
+                let code = u16::from(self.codes[r * cb + (k + i) / 2] >> ((k + i) % 2 * 4) & 15);
+                w | (code & 7) << PLACES[i].0 | (code >> 3) << PLACES[i].1
+            });
+            let at = unit + second * 256 + lane * 8 + k % 16 / 2;
+            out[at..at + 2].copy_from_slice(&word.to_le_bytes());
+            out[unit + 512 + 2 * lane + second] = self.scales[r * sb + k / 16];
+        }
+        out
+    }
+
     /// `k_pad`.
     pub fn k_pad(&self) -> usize {
         self.k_pad

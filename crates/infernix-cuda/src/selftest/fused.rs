@@ -78,9 +78,9 @@ fn group(run: &mut Run) -> Result<()> {
     // Inputs made and outputs added on the way.
     let ops = RowOps::new(&dev)?;
     let (top, n) = (10usize, 2560usize);
-    for cols in [1usize, 5, 8] {
+    for (f, cols) in [(Q8G32, 1usize), (Q8G32, 5), (Q8G32, 8), (Nvfp4, 1), (Nvfp4, 3), (Nvfp4, 7)] {
         let (k, head) = (6144usize, 128usize);
-        let w = Words::random(&mut run.rng, Q8G32, n, k, 128).upload(&dev)?;
+        let w = Words::random(&mut run.rng, f, n, k, 128).upload(&dev)?;
         let (o, z) = (dev.upload(&run.rng.bf16(cols * k, 1.0))?, dev.upload(&run.rng.bf16(cols * k, 2.0))?);
         let norm = dev.upload(&run.rng.bf16(head, 1.0))?;
         let (h, a, b) = (dev.alloc(cols * k * 2)?, dev.alloc(cols * n * 2)?, dev.alloc(cols * n * 2)?);
@@ -94,10 +94,10 @@ fn group(run: &mut Run) -> Result<()> {
         run.stream.synchronize()?;
         let bad = unequal(&b.read::<u16>(0, cols * n)?, &a.read::<u16>(0, cols * n)?);
         let bad = if ran { bad } else { f64::INFINITY };
-        run.check("group", format!("gated norm before, {cols} columns"), bad, true);
+        run.check("group", format!("{}: gated norm before, {cols} columns", f.tag()), bad, true);
 
         let k = 640;
-        let w = Words::random(&mut run.rng, Q8G32, n, k, 128).upload(&dev)?;
+        let w = Words::random(&mut run.rng, f, n, k, 128).upload(&dev)?;
         let (g, u) = (dev.upload(&run.rng.bf16(cols * k, 2.0))?, dev.upload(&run.rng.bf16(cols * k, 1.0))?);
         let ye = dev.upload(&run.rng.bf16(cols * top * n, 1.0))?;
         let weights = dev.upload(&run.rng.f32(cols * top, 0.3))?;
@@ -116,7 +116,7 @@ fn group(run: &mut Run) -> Result<()> {
         run.stream.synchronize()?;
         let bad = unequal(&b.read::<u16>(0, cols * n)?, &a.read::<u16>(0, cols * n)?);
         let bad = if ran { bad } else { f64::INFINITY };
-        run.check("group", format!("SwiGLU before, experts after, {cols} columns"), bad, true);
+        run.check("group", format!("{}: SwiGLU before, experts after, {cols} columns", f.tag()), bad, true);
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Decode linears: bound, equality over widths and ring geometries, times.
 
-use super::Run;
+use super::{Run, unequal};
 use crate::driver::DeviceBuffer;
 use crate::error::Result;
 use crate::kernels::linear::{Gemv, GemvTuning, Linear, Out, WeightFormat};
@@ -70,7 +70,12 @@ pub(super) fn check(run: &mut Run) -> Result<()> {
             let big = n * k > 30_000_000;
             let w = Words::random(&mut run.rng, f, n, k, if f == WeightFormat::Bf16 { 1 } else { 128 });
             let lin = w.upload(&run.dev)?;
-            let widths: &[usize] = if big { &[64, 1, 12] } else { &[64, 1, 2, 5, 8, 9, 16, 17, 32, 33] };
+            if f == WeightFormat::Nvfp4 {
+                let bad = unequal(&lin.codes.read::<u8>(0, lin.bytes())?, &w.units());
+                run.check("nvfp4_order", format!("{n}x{k}"), bad, true);
+            }
+            let widths: &[usize] =
+                if big { &[64, 1, 4, 8, 12] } else { &[64, 1, 2, 5, 8, 9, 16, 17, 32, 33] };
             let cols = 64;
             let xp = k + 8;
             let x = run.rng.bf16(cols * xp, 1.0);

@@ -1,4 +1,4 @@
-//! Dense weights on the device: planes of whole rows, in the words they are stored in.
+//! Dense weights on the device: planes of whole rows in the words they are stored in, NVFP4 in the order its kernels read.
 
 use super::ggml::Blocks;
 use super::vram::{Vram, fault};
@@ -7,6 +7,7 @@ use crate::error::EngineError;
 use half::bf16;
 use infernix_cuda::DeviceBuffer;
 use infernix_cuda::kernels::linear::{Linear, WeightFormat};
+use infernix_cuda::kernels::nvfp4::{self, Nvfp4Order};
 use infernix_formats::nvfp4::m128x4_offset;
 use infernix_formats::{Encoded, Format, Layout, PlaneRole, RowShape, planes};
 
@@ -110,14 +111,23 @@ impl CudaWeight {
     fn push(&mut self, vram: &Vram, p: Planes) -> Result<(), EngineError> {
         let optional = |v: &[u8]| if v.is_empty() { Ok(None) } else { put(vram, v).map(Some) };
         self.n += p.rows;
+        let k_pad = padded(p.format, self.k);
+        let (codes, scales) = if p.format == WeightFormat::Nvfp4 {
+            let to = vram.take("weights", nvfp4::bytes(p.rows, k_pad))?;
+            let order = Nvfp4Order::new(&vram.device).map_err(fault)?;
+            order.upload(&p.codes, &p.scales, p.rows, k_pad, &to).map_err(fault)?;
+            (to, None)
+        } else {
+            (put(vram, &p.codes)?, optional(&p.scales)?)
+        };
         self.parts.push(Linear {
             format: p.format,
             n: p.rows,
             k: self.k,
-            k_pad: padded(p.format, self.k),
-            codes: put(vram, &p.codes)?,
+            k_pad,
+            codes,
             high: optional(&p.high)?,
-            scales: optional(&p.scales)?,
+            scales,
             row_scale: optional(&p.row_scale)?,
             tensor_scale: p.tensor_scale,
             divide: p.divide,
