@@ -68,6 +68,27 @@ template <int F> DEV void stage_input(const GemvGroup& a, int K, u8* xs, int xp,
   const int warp = tid >> 5, lane = tid & 31, cols = a.cols, per = K >> 3;
   if (a.form == X_GATED) {
     const int heads = a.kx / a.head;
+    // Of the common width three heads a warp are asked for before the first is used.
+    constexpr int U = 3;
+    if (a.head == 128) {
+      const uint2 w = ((const uint2*)a.xw)[lane];
+#pragma unroll 1
+      for (int at = warp; at < cols * heads; at += 16 * U) {
+        uint2 o[U], z[U];
+#pragma unroll
+        for (int j = 0; j < U; j++) {
+          const int job = min(at + 16 * j, cols * heads - 1), c = job / heads, h = job - c * heads;
+          o[j] = ((const uint2*)(a.x + (size_t)c * a.x_pitch + h * 128))[lane];
+          z[j] = ((const uint2*)(a.x1 + (size_t)c * a.x1_pitch + h * 128))[lane];
+        }
+#pragma unroll
+        for (int j = 0; j < U; j++) {
+          const int job = at + 16 * j, c = job / heads, h = job - c * heads;
+          if (job >= cols * heads) break;
+          gated_vector(o[j], z[j], w, lane, a.eps, a.sigmoid, [&](int i, u16 v) { *(u16*)(xs + c * xp + x_place<F>(h * 128 + i)) = v; });
+        }
+      }
+    } else
 #pragma unroll 1
     for (int job = warp; job < cols * heads; job += 16) {
       const int c = job / heads, h = job - c * heads;

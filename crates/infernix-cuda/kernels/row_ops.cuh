@@ -48,19 +48,23 @@ DEV uint4 scaled8(uint4 v, uint4 g, float rs, float c) {
   return make_uint4(two(v.x, g.x), two(v.y, g.y), two(v.z, g.z), two(v.w, g.w));
 }
 
+// bf16(o * rstd * w * act(z)) of one head of width 128 by one warp, a lane its four neighbours of o, z and w (a, b, c).
+template <class S> DEV void gated_vector(uint2 a, uint2 b, uint2 c, int lane, float eps, int sigmoid, S store) {
+  const float v[4] = {bf_lo(a.x), bf_hi(a.x), bf_lo(a.y), bf_hi(a.y)}, g[4] = {bf_lo(b.x), bf_hi(b.x), bf_lo(b.y), bf_hi(b.y)};
+  const float wv[4] = {bf_lo(c.x), bf_hi(c.x), bf_lo(c.y), bf_hi(c.y)};
+  float s = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) s = fmaf(v[i], v[i], s);
+  const float rs = 1.0f / sqrtf(warp_sum(s) / 128.0f + eps);
+#pragma unroll
+  for (int i = 0; i < 4; i++) store(lane * 4 + i, f2bf(v[i] * rs * wv[i] * (sigmoid ? sigmoidf(g[i]) : siluf(g[i]))));
+}
+
 // bf16(o * rstd * w * act(z)) of one head of width d (a multiple of 32, at most 256) by one warp; `store` takes (index, value).
 template <class S> DEV void gated_head(const u16* o, const u16* z, const u16* w, int d, int lane, float eps, int sigmoid, S store) {
   if (d == 128) {
     // The common width: a lane holds four neighbours, all loads at once.
-    const uint2 a = *(const uint2*)(o + lane * 4), b = *(const uint2*)(z + lane * 4), c = *(const uint2*)(w + lane * 4);
-    const float v[4] = {bf_lo(a.x), bf_hi(a.x), bf_lo(a.y), bf_hi(a.y)}, g[4] = {bf_lo(b.x), bf_hi(b.x), bf_lo(b.y), bf_hi(b.y)};
-    const float wv[4] = {bf_lo(c.x), bf_hi(c.x), bf_lo(c.y), bf_hi(c.y)};
-    float s = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) s = fmaf(v[i], v[i], s);
-    const float rs = 1.0f / sqrtf(warp_sum(s) / 128.0f + eps);
-#pragma unroll
-    for (int i = 0; i < 4; i++) store(lane * 4 + i, f2bf(v[i] * rs * wv[i] * (sigmoid ? sigmoidf(g[i]) : siluf(g[i]))));
+    gated_vector(((const uint2*)o)[lane], ((const uint2*)z)[lane], ((const uint2*)w)[lane], lane, eps, sigmoid, store);
     return;
   }
   float v[8], s = 0;

@@ -18,9 +18,9 @@ use infernix_cuda::kernels::linear::Out;
 use infernix_cuda::kernels::prep::{Heads, IndexKeys};
 use infernix_cuda::kernels::zipf::ZipfRoute;
 
-/// Widest inputs that the product which follows makes for itself. Every block of it makes all of an input: SwiGLU of 17,408 values took 8 us
-/// of each launch and the gated norm of 6,144 took 4 on an H200, a launch of their own takes 2.
-const WIDEST_SWIGLU: usize = 4096;
+/// Most values of SwiGLU and the widest gated norm that the product which follows makes for itself. Every block of it makes all of an
+/// input: 17,408 values of SwiGLU took 2 to 8 us of a launch and the gated norm of 6,144 took 4 on an H200, launches of their own take 2.
+const SWIGLU_VALUES: usize = 8 << 10;
 const WIDEST_GATED: usize = 2048;
 
 /// What is added to the residual by the launch that reads it next: `to` is the residual from then on.
@@ -200,7 +200,7 @@ impl Cuda {
         let mut fused = false;
         let y = self.make(x.rows, w.down.n, false, |c, y| {
             let input = Input::SwiGlu { gate: g.ptr, up: u.ptr, pitch: g.width };
-            let fits = g.width <= WIDEST_SWIGLU && g.width.is_multiple_of(8);
+            let fits = x.rows * g.width <= SWIGLU_VALUES && g.width.is_multiple_of(8);
             fused = fits && c.grouped(input, x.rows, &[(&w.down, y)], None)?;
             Ok(())
         });
