@@ -10,8 +10,8 @@ use std::process::Command;
 const HELP: &str = "\
 usage: cargo xtask perf A B [--rounds N] [--json] [-- BENCH ARGUMENTS]
 
-A and B are commits, built in release in a worktree of their own under target/perf, or programs (a path with a slash).
-Both run `infernix bench BENCH ARGUMENTS` N times in turns, A B B A and so on; for each test the ratio of B's rate to A's is
+A and B are commits, or programs (a path with a slash). Commits are built in release, one after the other in one worktree under
+target/perf, so that of the second only what differs is built; their programs stay there for the next time. Both run `infernix bench BENCH ARGUMENTS` N times in turns, A B B A and so on; for each test the ratio of B's rate to A's is
 printed: geometric mean over the pairs with its 95 % bootstrap interval. Defaults: 8 rounds, -p 256 -n 64 -r 1 on the demo.";
 
 /// One of the two.
@@ -162,27 +162,30 @@ fn side(name: &str) -> Result<Side, Failure> {
     let home = home.canonicalize().map_err(|e| format!("{}: {e}", home.display()))?;
     let program = home.join(format!("infernix-{short}"));
     if !program.is_file() {
-        let tree = home.join(&short);
+        // One place for every commit: a crate elsewhere is another crate to cargo, and would be built anew with all that needs it.
+        let tree = home.join("tree");
         let tree_name = tree.display().to_string();
-        git(&["worktree", "add", "--detach", "--force", &tree_name, &commit])?;
-        // One target folder for both: the second build only builds what differs.
+        if git(&["-C", &tree_name, "rev-parse", "--show-toplevel"]).is_ok_and(|top| Path::new(&top) == tree) {
+            git(&["-C", &tree_name, "checkout", "--quiet", "--force", "--detach", &commit])?;
+        } else {
+            git(&["worktree", "add", "--detach", "--force", &tree_name, &commit])?;
+        }
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let target = home.join("build");
-        let built = Command::new(cargo)
+        let status = Command::new(cargo)
             .args(["build", "--release", "--locked", "--package", "infernix"])
             .env("CARGO_TARGET_DIR", &target)
             .current_dir(&tree)
-            .status();
-        let copied = match &built {
-            Ok(s) if s.success() => std::fs::copy(target.join("release/infernix"), &program).map(drop),
-            _ => Ok(()),
-        };
-        git(&["worktree", "remove", "--force", &tree_name])?;
-        let status = built.map_err(|e| format!("cargo: {e}"))?;
+            .status()
+            .map_err(|e| format!("cargo: {e}"))?;
         if !status.success() {
             return Err(Failure::Failed(format!("{name} does not build: {status}")));
         }
-        copied.map_err(|e| format!("{}: {e}", program.display()))?;
+        // Under another name first: half a program must not pass for one the next time.
+        let half = home.join(format!("infernix-{short}.half"));
+        std::fs::copy(target.join("release/infernix"), &half)
+            .and_then(|_| std::fs::rename(&half, &program))
+            .map_err(|e| format!("{}: {e}", program.display()))?;
     }
     Ok(Side { name: format!("{name} ({short})"), program })
 }
