@@ -166,8 +166,10 @@ template <bool R16, int NT, bool XS> DEV void nvfp4_body(const GemvGroup& a, con
     if (NT > RT) {
 #pragma unroll
       for (int n0 = 0; n0 < NT; n0++) {
+        // One barrier for each buffer that is filled: without it a warp would fill one that others still add.
+        if (n0 * 8 >= cols) continue;
         put(buffer, n0);
-        if (n0 * 8 < cols) add(tile, 1, buffer, n0);
+        add(tile, 1, buffer, n0);
         buffer ^= 1;
       }
     } else {

@@ -151,7 +151,11 @@ fn units(info: &DeviceInfo, shape: GroupShape) -> Option<([Option<GemvPlan>; 2],
         };
         let grid = (count + others).min(sms);
         let split = if others == 0 { grid } else { (1..grid).min_by_key(|a| time(*a, grid - a))? };
-        let own = nvfp4::plan(rows, tiles, split, shape.k_pads[0], cols, info, &t).filter(|p| p.x_smem)?;
+        let own = nvfp4::plan(rows, tiles, split, shape.k_pads[0], cols, info, &t)?;
+        // The entries with a BF16 side have one or two n-tiles.
+        if !own.x_smem || (others > 0 && own.tiles > 2) {
+            return None;
+        }
         let mut beside = None;
         if others > 0 {
             let t = GemvTuning { shared: room - sums(cols), ring: t.ring.min(room - sums(cols)), ..t };

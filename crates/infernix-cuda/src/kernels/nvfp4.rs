@@ -97,32 +97,34 @@ pub(super) fn plan(
     let unit = UNIT * rows / 8;
     // Rings of two stages of as many units as fill them; a short row leaves room for more stages.
     let most = t.ring.div_ceil(WARPS * unit * 2);
-    let n_tiles = match cols {
-        1..=8 => 1,
-        9..=16 => 2,
-        17..=32 => 4,
-        _ => 8,
+    // Where the sums of 16 columns do not fit, those of 8 at a time do.
+    let instances: &[usize] = match cols {
+        1..=8 => &[1],
+        9..=16 => &[2, 4],
+        17..=32 => &[4],
+        _ => &[8],
     };
-    // Sums of a tile: sixteen partial ones of every column, or of 8 columns at a time. A group has two buffers of some tiles, or one of
-    // all it has.
-    let slot = 4 * WARPS * rows * if cols > 16 { 8 } else { cols };
     let mine = (tiles * 16 / rows).div_ceil(ctas.max(1)).div_ceil(WARPS / GROUP);
-    let buffers = |batch: usize| if cols <= 16 && batch == mine { 1 } else { 2 };
-    let most_batch = if cols > 16 { 1 } else { mine };
-    for x_smem in [true, false] {
-        let x = if x_smem { (cols * (2 * k_pad + 16)).next_multiple_of(128) } else { 0 };
+    for (x_smem, &n_tiles) in [true, false].iter().flat_map(|x| instances.iter().map(move |n| (*x, n))) {
         // Only tiles of 16 rows are multiplied by activations in device memory.
         if !x_smem && rows == 8 {
             continue;
         }
+        let x = if x_smem { (cols * (2 * k_pad + 16)).next_multiple_of(128) } else { 0 };
+        // Sums of a tile: sixteen partial ones of every column, or of 8 columns at a time. A group has two buffers of some tiles,
+        // or one of all it has.
+        let wide = n_tiles > 2;
+        let slot = 4 * WARPS * rows * if wide { 8 } else { cols };
+        let sums = |batch: usize| {
+            let buffers = if !wide && batch == mine { 1 } else { 2 };
+            WARPS / GROUP * buffers * batch * slot
+        };
         let rings = (1..=most.min(per)).rev().flat_map(|c| [(c, (2 * most / c).clamp(2, 8)), (c, 2)]);
         for (chunk, stages) in rings {
             let pitch = (chunk * stages * unit).next_multiple_of(128);
             let fixed = 8 * 8 * WARPS + WARPS * pitch + x;
-            let sums = |batch: usize| WARPS / GROUP * buffers(batch) * batch * slot;
-            let Some(side_slots) = (1..=most_batch).rev().find(|b| fixed + sums(*b) <= room) else {
-                continue;
-            };
+            let batches = 1..=if wide { 1 } else { mine };
+            let Some(side_slots) = batches.rev().find(|b| fixed + sums(*b) <= room) else { continue };
             return Some(GemvPlan {
                 tiles: n_tiles,
                 rows,
