@@ -11,6 +11,8 @@ use rayon::prelude::*;
 
 /// Outputs computed together.
 const NT: usize = 16;
+/// Rows computed together.
+const RT: usize = 4;
 
 /// Weight words as numbers, `[tile of 16 rows][k][16]`, zero-padded.
 enum Tiles {
@@ -201,44 +203,36 @@ fn tile_products(w: &Packed, tile: usize, x: &[f64], t: usize) -> Vec<f64> {
     out
 }
 
-/// Sums `x[t, k] w[k, n]` over k for all rows; `out [T, 16]`. Written to vectorise; `FMA` where the target has it. `WIDE`
-/// rows are computed together, as many as the target has registers for, then 4, then single ones.
+/// Sums `x[t, k] w[k, n]` over k for all rows; `out [T, 16]`. Written to vectorise; `FMA` where the target has it.
 #[inline(always)]
-pub(super) fn kernel<W: Copy + Into<f64>, const FMA: bool, const WIDE: usize>(
-    w: &[W],
-    x: &[f64],
-    k: usize,
-    out: &mut [f64],
-) {
-    let (x, out) = together::<W, FMA, WIDE>(w, x, k, out);
-    let (x, out) = together::<W, FMA, 4>(w, x, k, out);
-    together::<W, FMA, 1>(w, x, k, out);
-}
-
-/// [`kernel`] for `RT` rows at a time; gives what is left.
-#[inline(always)]
-fn together<'a, W: Copy + Into<f64>, const FMA: bool, const RT: usize>(
-    w: &[W],
-    x: &'a [f64],
-    k: usize,
-    out: &'a mut [f64],
-) -> (&'a [f64], &'a mut [f64]) {
+pub(super) fn kernel<W: Copy + Into<f64>, const FMA: bool>(w: &[W], x: &[f64], k: usize, out: &mut [f64]) {
     let mut rows = x.chunks_exact(RT * k);
     let mut outs = out.chunks_exact_mut(RT * NT);
-    let w = w.as_chunks::<NT>().0;
     for (x, out) in (&mut rows).zip(&mut outs) {
         let mut acc = [[0f64; NT]; RT];
-        let x: [&[f64]; RT] = std::array::from_fn(|r| &x[r * k..][..w.len()]);
-        for (k, w) in w.iter().enumerate() {
-            for (acc, x) in acc.iter_mut().zip(x) {
-                for j in 0..NT {
-                    acc[j] = madd::<FMA>(x[k], w[j].into(), acc[j]);
-                }
+        let (x0, rest) = x.split_at(k);
+        let (x1, rest) = rest.split_at(k);
+        let (x2, x3) = rest.split_at(k);
+        for ((((w, a), b), c), d) in w.chunks_exact(NT).zip(x0).zip(x1).zip(x2).zip(x3) {
+            for j in 0..NT {
+                let v: f64 = w[j].into();
+                acc[0][j] = madd::<FMA>(*a, v, acc[0][j]);
+                acc[1][j] = madd::<FMA>(*b, v, acc[1][j]);
+                acc[2][j] = madd::<FMA>(*c, v, acc[2][j]);
+                acc[3][j] = madd::<FMA>(*d, v, acc[3][j]);
             }
         }
         out.copy_from_slice(acc.as_flattened());
     }
-    (rows.remainder(), outs.into_remainder())
+    for (x, out) in rows.remainder().chunks_exact(k).zip(outs.into_remainder().chunks_exact_mut(NT)) {
+        let mut acc = [0f64; NT];
+        for (w, a) in w.chunks_exact(NT).zip(x) {
+            for j in 0..NT {
+                acc[j] = madd::<FMA>(*a, w[j].into(), acc[j]);
+            }
+        }
+        out.copy_from_slice(&acc);
+    }
 }
 
 #[inline(always)]

@@ -32,13 +32,13 @@ static ISA: LazyLock<Isa> = LazyLock::new(|| {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,fma")]
 fn products_avx512<W: Copy + Into<f64>>(w: &[W], x: &[f64], k: usize, out: &mut [f64]) {
-    gemm::kernel::<W, true, 8>(w, x, k, out);
+    gemm::kernel::<W, true>(w, x, k, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 fn products_avx2<W: Copy + Into<f64>>(w: &[W], x: &[f64], k: usize, out: &mut [f64]) {
-    gemm::kernel::<W, true, 4>(w, x, k, out);
+    gemm::kernel::<W, true>(w, x, k, out);
 }
 
 /// [`gemm::kernel`] for this machine.
@@ -50,7 +50,7 @@ pub(super) fn products<W: Copy + Into<f64>>(w: &[W], x: &[f64], k: usize, out: &
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the features were detected.
         Isa::Avx2 => unsafe { products_avx2(w, x, k, out) },
-        _ => gemm::kernel::<W, false, 4>(w, x, k, out),
+        _ => gemm::kernel::<W, false>(w, x, k, out),
     }
 }
 
