@@ -455,7 +455,7 @@ mod tests {
                     (48, 2560),
                     (10240, 384),
                 ] {
-                    let k = k.next_multiple_of(f.step());
+                    let k = usize::next_multiple_of(k, f.step());
                     for cols in [1, 4, 8, 9, 16, 33, 64] {
                         let p = GemvPlan::new(f, n, k, cols, &info(shared), Gemv::RING);
                         let p = p.unwrap_or_else(|e| panic!("{f:?} {n}x{k} {cols} columns, {shared}: {e}"));
