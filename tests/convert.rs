@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    Copy, RECIPE, SHARD, SPLIT, convert, converter, demo, files, finish, names, program, scratch, sums_hold,
-    verify_words,
+    Copy, RECIPE, SECOND, SHARD, SPLIT, convert, converter, demo, files, finish, names, program, scratch,
+    sums_hold, verify_words,
 };
 use std::fs;
 use std::path::Path;
@@ -283,6 +283,53 @@ fn a_full_disk_is_seen_before_anything_is_written() {
     let run = convert(&demo(), &small.join("m.infernix"), &[]);
     let left = names(&small);
     let _ = std::process::Command::new("umount").arg(&small).status();
-    run.fails(1, &["disk full", "bytes are needed"]);
+    let run = run.fails(1, &["disk full", "bytes are needed"]);
+    // Nothing is there to be resumed.
+    assert!(!run.stderr.contains("--resume") && !run.stderr.contains("writing"), "{}", run.stderr);
     assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn what_is_wrong_with_the_command_is_said_before_the_work_is_announced() {
+    let dir = scratch();
+    let output = dir.path().join("m.infernix");
+    for limit in ["0", "100", "5000", "x", "-1"] {
+        let run = convert(&demo(), &output, &["--max-file-bytes", limit]);
+        let run = if limit == "-1" { run.ends(2) } else { run.fails(2, &["--max-file-bytes"]) };
+        assert!(!run.stderr.contains("writing"), "{}", run.stderr);
+    }
+    let run = convert(&demo(), &output, &["-n", "--threads", "100000"]).ok();
+    assert!(run.stderr.contains("warning:") && run.stderr.contains("--threads 100000"), "{}", run.stderr);
+    convert(&demo(), &output, &["-n", "--threads", "0"]).fails(2, &["--threads"]);
+    fs::write(&output, "mine").expect("written");
+    let run = convert(&demo(), &output, &[]).fails(1, &["already exists"]);
+    assert!(!run.stderr.contains("writing"), "{}", run.stderr);
+}
+
+#[test]
+fn work_that_an_error_leaves_behind_is_named_with_both_ways_on() {
+    let dir = scratch();
+    let copy = Copy::new(dir.path(), "checkpoint");
+    let scale = "model.language_model.layers.7.mlp.experts.31.down_proj.weight_scale";
+    let spoil = |c: &Copy, name: &str| {
+        let mut found = false;
+        c.shard(name, |s| {
+            if let Some(t) = s.tensors.get_mut(scale) {
+                t.bytes[0] = 0x7f;
+                found = true;
+            }
+        });
+        found
+    };
+    assert!(spoil(&copy, SHARD) || spoil(&copy, SECOND), "{scale}");
+    let output = dir.path().join("m.infernix");
+    let run = convert(&copy.folder, &output, &["--threads", "1"]).fails(1, &["block scale"]);
+    let state = dir.path().join("m.infernix.partial");
+    let named = run.stderr.contains("--resume") && run.stderr.contains("infernix clean");
+    assert_eq!(named, state.is_dir(), "{}", run.stderr);
+    // Where it fails again, the same is said again.
+    if state.is_dir() {
+        let run = convert(&copy.folder, &output, &["--threads", "1", "--resume"]).fails(1, &["block scale"]);
+        assert!(run.stderr.contains("infernix clean"), "{}", run.stderr);
+    }
 }

@@ -13,7 +13,7 @@ use infernix_convert::{
 use infernix_model::Component;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 pub(crate) fn run(args: &ConvertArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     let options = options(args)?;
@@ -32,14 +32,18 @@ pub(crate) fn run(args: &ConvertArgs, progress: ProgressMode) -> anyhow::Result<
         return Ok(if plan.missing.is_empty() { Outcome::Done } else { Outcome::Mismatch });
     }
     let reporter = Reporter::new(progress);
-    if !args.json.json {
-        output::note(&summary(&plan));
-    }
+    // Said when the work begins: after everything that may refuse it.
+    let text = (!args.json.json).then(|| summary(&plan));
+    let announced = Announced { reporter: &reporter, text: Mutex::new(text) };
     let run = RunOptions::new(Interrupt::new(interrupt()));
     let fresh = !infernix_artifact::state_folder(&options.output).exists();
-    let result = match infernix_convert::convert(&plan, &reporter, &run) {
+    let result = match infernix_convert::convert(&plan, &announced, &run) {
         Ok(result) => result,
-        Err(error) => return Err(with_way_on(error.into(), &options, fresh)),
+        Err(error) => {
+            // A volume elsewhere has state of its own.
+            let tidy = fresh && matches!(options.ngram, NgramTarget::Beside);
+            return Err(with_way_on(error.into(), &options.output, tidy));
+        }
     };
     for warning in &result.warnings {
         output::warn(warning);
@@ -121,20 +125,45 @@ fn refuse_collisions(plan: &Plan) -> anyhow::Result<()> {
     }
 }
 
-/// Says what is left behind by a failed conversion and how to go on; state without finished work is removed.
-fn with_way_on(error: anyhow::Error, options: &ConvertOptions, fresh: bool) -> anyhow::Error {
-    let state = infernix_artifact::state_folder(&options.output);
-    let interrupted = INTERRUPTED.load(std::sync::atomic::Ordering::SeqCst);
-    if fresh && !interrupted && matches!(options.ngram, NgramTarget::Beside) {
-        // Failing to tidy up is no reason to hide the first error.
-        let _ = infernix_artifact::discard_unused(&options.output);
+/// Progress with a text before its first phase.
+struct Announced<'a> {
+    reporter: &'a Reporter,
+    text: Mutex<Option<String>>,
+}
+
+impl infernix_convert::Progress for Announced<'_> {
+    fn begin(&self, phase: &str, bytes: u64) {
+        if let Some(text) = self.text.lock().ok().and_then(|mut t| t.take()) {
+            self.reporter.note(&text);
+        }
+        self.reporter.begin(phase, bytes);
     }
-    let said = output::error_text(&error).contains("--resume");
-    if state.is_dir() && !said && fresh {
+    fn advance(&self, bytes: u64) {
+        self.reporter.advance(bytes);
+    }
+    fn note(&self, text: &str) {
+        self.reporter.note(text);
+    }
+    fn end(&self) {
+        self.reporter.end();
+    }
+}
+
+/// Says what is left behind by failed work on `target` and how to go on; with `tidy`, state without finished work is
+/// removed.
+pub(crate) fn with_way_on(error: anyhow::Error, target: &Path, tidy: bool) -> anyhow::Error {
+    let state = infernix_artifact::state_folder(target);
+    if tidy && !INTERRUPTED.load(std::sync::atomic::Ordering::SeqCst) {
+        // Failing to tidy up is no reason to hide the first error.
+        let _ = infernix_artifact::discard_unused(target);
+    }
+    // What is wrong with the state itself says what to do with it, and state in use is another's.
+    let said = output::error_text(&error);
+    if state.is_dir() && !said.contains("infernix clean") && !said.contains("in use by") {
         output::note(&format!(
             "finished work is kept in {}: continue with --resume, or remove it with `infernix clean {}`",
             state.display(),
-            options.output.display()
+            target.display()
         ));
     }
     error
@@ -150,9 +179,25 @@ pub(crate) fn with_version(mut value: serde_json::Value) -> serde_json::Value {
 /// The cores this process may use, or what the flag says.
 pub(crate) fn threads(args: ThreadArgs) -> anyhow::Result<usize> {
     match args.threads {
-        Some(0) => Err(usage("--threads must be at least 1")),
-        Some(n) => Ok(n.min(1024)),
-        None => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
+        Some(n) => capped("threads", n),
+        None => Ok(cores()),
+    }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// A thread count from a flag; more than four a core only cost memory, so fewer are taken with a word.
+pub(crate) fn capped(flag: &str, n: usize) -> anyhow::Result<usize> {
+    let most = 4 * cores().max(4);
+    match n {
+        0 => Err(usage(format!("--{flag} must be at least 1"))),
+        n if n > most => {
+            output::warn(&format!("--{flag} {n}: {most} are used, the most for {} cores", cores()));
+            Ok(most)
+        }
+        n => Ok(n),
     }
 }
 

@@ -50,16 +50,8 @@ pub(crate) fn run(args: &ExportArgs, progress: ProgressMode) -> anyhow::Result<O
     let state = infernix_artifact::state_folder(&options.output);
     let fresh = !state.exists();
     let run = RunOptions::new(Interrupt::new(Arc::clone(&INTERRUPTED)));
-    let outcome = match infernix_convert::export(&plan, &Reporter::new(progress), &run) {
-        Ok(outcome) => outcome,
-        Err(error) => {
-            if fresh && !INTERRUPTED.load(std::sync::atomic::Ordering::SeqCst) {
-                // Failing to tidy up is no reason to hide the first error.
-                let _ = infernix_artifact::discard_unused(&options.output);
-            }
-            return Err(error.into());
-        }
-    };
+    let outcome = infernix_convert::export(&plan, &Reporter::new(progress), &run);
+    let outcome = outcome.map_err(|e| super::convert::with_way_on(e.into(), &options.output, fresh))?;
     match args.json.json {
         true => output::print_json(&super::convert::with_version(outcome.to_json(&plan)))?,
         false => output::print(&text(&plan, Some(&outcome))?)?,

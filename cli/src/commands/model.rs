@@ -310,11 +310,7 @@ pub(crate) fn refuse_idle(given: &Given, backend: BackendKind) -> anyhow::Result
 
 /// A thread count, 0 where none is given.
 fn threads(flag: &str, given: Option<usize>) -> anyhow::Result<usize> {
-    match given {
-        Some(0) => Err(usage(format!("--{flag} must be at least 1"))),
-        Some(n) => Ok(n.min(1024)),
-        None => Ok(0),
-    }
+    given.map_or(Ok(0), |n| super::convert::capped(flag, n))
 }
 
 fn backend(args: &ModelArgs) -> anyhow::Result<BackendKind> {

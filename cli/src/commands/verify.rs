@@ -182,11 +182,8 @@ fn text(r: &VerifyReport) -> anyhow::Result<String> {
         t.row(["expert input scales".into(), "".into(), grouped(r.input_scale_mismatches)]);
         t.row(["n-gram rows".into(), grouped(r.ngram_rows_checked), grouped(r.ngram_row_mismatches)]);
     }
-    let digests = match r.digests.as_str() {
-        "ok" => "0".to_owned(),
-        _ => grouped(r.corrupt_objects.len() as u64),
-    };
-    t.row([format!("digests ({})", r.digests), String::new(), digests]);
+    let corrupt = if r.digests == "absent" { String::new() } else { grouped(r.corrupt_objects.len() as u64) };
+    t.row(["digests of objects and directory".into(), r.digests.clone(), corrupt]);
     for (component, n) in &r.requantized {
         t.row([format!("re-quantized in {component}"), grouped(*n), String::new()]);
     }
