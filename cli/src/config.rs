@@ -1,9 +1,9 @@
-//! `--config`: flags of `serve` from a TOML file. Every key is a flag's name; what the command line says wins, because
-//! the file's flags are put before it.
+//! `--config`: flags of `serve` from a TOML file. Every key is a flag's name. What the command line says wins: the file's
+//! flags are put before it, without those that it says otherwise.
 
 use crate::output::usage;
 use anyhow::Context as _;
-use clap::CommandFactory as _;
+use clap::{CommandFactory as _, Parser as _};
 use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::path::Path;
@@ -12,7 +12,8 @@ use std::path::Path;
 pub(crate) fn expand(arguments: Vec<OsString>) -> anyhow::Result<Vec<OsString>> {
     let Some(verb) = arguments.iter().position(|a| a == "serve") else { return Ok(arguments) };
     let rest = &arguments[verb + 1..];
-    let mut file = None;
+    let command = command();
+    let (mut file, mut said) = (None, Vec::new());
     for (i, argument) in rest.iter().enumerate() {
         let text = argument.to_string_lossy();
         if text == "--" {
@@ -23,21 +24,62 @@ pub(crate) fn expand(arguments: Vec<OsString>) -> anyhow::Result<Vec<OsString>> 
         } else if let Some(path) = text.strip_prefix("--config=") {
             file = Some(path.into());
         }
+        said.extend(flag(&command, &text));
     }
     let Some(file) = file else { return Ok(arguments) };
+    let flags = flags(&command, Path::new(&file))?;
     let mut expanded = arguments[..=verb].to_vec();
-    expanded.extend(flags(Path::new(&file))?);
+    for (name, flag) in flags {
+        if !said.iter().any(|other| *other == name || excludes(&command, &name, other)) {
+            expanded.push(flag);
+        }
+    }
     expanded.extend_from_slice(rest);
     Ok(expanded)
 }
 
-/// The flags of a file.
-fn flags(path: &Path) -> anyhow::Result<Vec<OsString>> {
+/// The long name of the flag that an argument of the command line is, also by another name of it or by its letter.
+fn flag(command: &clap::Command, argument: &str) -> Option<String> {
+    let name = argument.strip_prefix("--").map(|long| long.split_once('=').map_or(long, |(name, _)| name));
+    let letter = argument.strip_prefix('-').and_then(|short| short.chars().next()).filter(|c| *c != '-');
+    let known = command.get_arguments().find(|a| match name {
+        Some(name) => {
+            let aliases = a.get_all_aliases().unwrap_or_default();
+            a.get_long() == Some(name) || aliases.contains(&name)
+        }
+        None => letter.is_some() && a.get_short() == letter,
+    });
+    known?.get_long().map(str::to_owned)
+}
+
+/// Whether two flags cannot be said together.
+fn excludes(command: &clap::Command, one: &str, other: &str) -> bool {
+    let find = |name: &str| command.get_arguments().find(|a| a.get_long() == Some(name));
+    let (Some(one), Some(other)) = (find(one), find(other)) else { return false };
+    let named = |a: &clap::Arg, b: &clap::Arg| {
+        command.get_arg_conflicts_with(a).iter().any(|c| c.get_id() == b.get_id())
+    };
+    let grouped = command.get_groups().any(|group| {
+        let members: Vec<&clap::Id> = group.get_args().collect();
+        !group.clone().is_multiple() && members.contains(&one.get_id()) && members.contains(&other.get_id())
+    });
+    one.get_id() != other.get_id() && (named(one, other) || named(other, one) || grouped)
+}
+
+/// Flags that a file sets, to say of a complaint about one of them where it is set.
+pub(crate) fn blame(file: &Path, complaint: &str) -> Option<String> {
+    let names = flags(&command(), file).ok()?;
+    let words: Vec<&str> = complaint.split(|c: char| !c.is_ascii_alphanumeric() && c != '-').collect();
+    let (name, _) = names.iter().find(|(name, _)| words.contains(&format!("--{name}").as_str()))?;
+    Some(format!("{complaint} (--{name} may come from {})", file.display()))
+}
+
+/// The flags of a file, each with its name. What is wrong with a value by itself is found here.
+fn flags(command: &clap::Command, path: &Path) -> anyhow::Result<Vec<(String, OsString)>> {
     let shown = path.display();
     let text = std::fs::read_to_string(path).with_context(|| format!("{shown} cannot be read"))?;
     let table: toml::Table = text.parse().map_err(|e| usage(format!("{shown}: {e}")))?;
-    let command = command();
-    let mut out = Vec::new();
+    let mut out: Vec<(String, OsString)> = Vec::new();
     for (key, value) in table {
         let flag = if key == "model" { "config-model" } else { key.as_str() };
         let known = command.get_arguments().find(|a| a.get_long() == Some(flag));
@@ -52,18 +94,29 @@ fn flags(path: &Path) -> anyhow::Result<Vec<OsString>> {
                 toml::Value::Float(x) => x.to_string(),
                 other => return Err(usage(format!("{shown}: {key} cannot be {}", other.type_str()))),
             };
-            out.push(format!("--{flag}={text}").into());
+            out.push((flag.to_owned(), format!("--{flag}={text}").into()));
             Ok(())
         };
         match (&value, takes_value) {
-            (toml::Value::Boolean(true), false) => out.push(format!("--{flag}").into()),
+            (toml::Value::Boolean(true), false) => out.push((flag.to_owned(), format!("--{flag}").into())),
             (toml::Value::Boolean(false), false) => {}
             (toml::Value::Array(list), true) => list.iter().try_for_each(push)?,
             (value, true) => push(value)?,
             (_, false) => return Err(usage(format!("{shown}: {key} must be true or false"))),
         }
     }
-    Ok(out)
+    let alone =
+        ["infernix", "serve"].map(OsString::from).into_iter().chain(out.iter().map(|(_, f)| f.clone()));
+    match crate::args::Cli::try_parse_from(alone) {
+        // What is missing may be on the command line.
+        Err(error) if error.kind() != clap::error::ErrorKind::MissingRequiredArgument => {
+            let text = error.to_string();
+            let lines = text.lines().take_while(|l| !l.is_empty()).map(str::trim);
+            let text = lines.collect::<Vec<_>>().join(" ");
+            Err(usage(format!("{shown}: {}", text.trim_start_matches("error: "))))
+        }
+        _ => Ok(out),
+    }
 }
 
 fn command() -> clap::Command {
@@ -133,7 +186,6 @@ fn shown_value(arg: &clap::Arg) -> String {
 mod tests {
     use super::*;
     use crate::args::{Cli, Command, ServeArgs};
-    use clap::Parser as _;
 
     fn parsed(config: &str, more: &[&str]) -> anyhow::Result<ServeArgs> {
         let folder = tempfile::tempdir()?;
@@ -161,6 +213,38 @@ mod tests {
     }
 
     #[test]
+    fn what_the_command_line_says_wins_over_what_it_excludes_in_the_file() {
+        let args = parsed("lossless = true\n", &["--backend", "cpu"]).expect("valid");
+        assert_eq!((args.model.lossless, args.model.backend.as_str()), (false, "cpu"));
+        let args = parsed("backend = \"cpu\"\n", &["--lossless"]).expect("valid");
+        assert_eq!((args.model.lossless, args.model.backend.as_str()), (true, "auto"));
+        let args = parsed("lossless = true\n", &["--device=cpu"]).expect("valid");
+        assert!(!args.model.lossless, "by another name");
+        let args = parsed("a8-activations = true\n", &["--a16-activations"]).expect("valid");
+        assert!(args.model.activations.a16_activations && !args.model.activations.a8_activations);
+        let args = parsed("prefix-cache-file = \"x\"\n", &["--no-prefix-cache"]).expect("valid");
+        assert!(args.sched.no_prefix_cache && args.sched.prefix_cache_file.is_none());
+        let args = parsed("no-prefix-cache = true\n", &["--prefix-cache-file", "x"]).expect("valid");
+        assert!(!args.sched.no_prefix_cache && args.sched.prefix_cache_file.is_some());
+        let args = parsed("allow-host = [\"a\", \"b\"]\nthreads = 3\n", &["--allow-host", "c", "-j4"])
+            .expect("valid");
+        assert_eq!((args.access.allow_host, args.model.threads), (vec!["c".to_owned()], Some(4)));
+        // What the file's flag needs may be on the command line.
+        let args = parsed("request-log-max-mib = 5\n", &["--request-log-jsonl", "x"]).expect("valid");
+        assert_eq!(args.log.request_log_max_mib, Some(5));
+    }
+
+    #[test]
+    fn a_complaint_about_a_value_of_the_file_names_the_file() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("serve.toml");
+        std::fs::write(&file, "temperature = 500\nkv-capacity = 3\n").expect("written");
+        let told = blame(&file, "--temperature must lie in 0..=100").expect("known");
+        assert!(told.contains("serve.toml") && told.starts_with("--temperature must lie"), "{told}");
+        assert_eq!(blame(&file, "--kv must lie in 0..=100"), None);
+    }
+
+    #[test]
     fn mistakes_are_named() {
         for (config, words) in [
             ("colour = 1", "no flag --colour"),
@@ -168,7 +252,9 @@ mod tests {
             ("port = { a = 1 }", "port cannot be table"),
             ("config = \"x\"", "no flag --config"),
             ("port = ", "serve.toml"),
-            ("port = 99999", "99999"),
+            ("port = 99999", "serve.toml: invalid value '99999' for '--port"),
+            ("kv-dtype = \"zzz\"", "serve.toml: invalid value 'zzz'"),
+            ("lossless = true\nbackend = \"cpu\"", "serve.toml: the argument"),
         ] {
             let error = parsed(config, &[]).expect_err("refused").to_string();
             assert!(error.contains(words), "{config}: {error}");

@@ -30,6 +30,15 @@ const BACKLOG: u32 = 1024;
 const TWICE: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+    serve(args, progress).map_err(|error| {
+        let complaint = error.downcast_ref::<output::Usage>().map(ToString::to_string);
+        let told =
+            complaint.zip(args.config.as_ref()).and_then(|(text, file)| crate::config::blame(file, &text));
+        told.map_or(error, usage)
+    })
+}
+
+fn serve(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     // Everything that can be wrong on the command line is found before a model is opened.
     let (addresses, loopback) = addresses(&args.http.host, args.http.port)?;
     let keys = keys(args)?;
@@ -373,16 +382,16 @@ fn serve_options(
 fn model_info(args: &ServeArgs, open: &OpenModel, config: &ModelConfig) -> ModelInfo {
     let directory = open.artifact.directory();
     let name = directory.metadata.as_ref().and_then(|m| m.get("name")?.as_str()).map(str::to_owned);
-    let mut by_format = std::collections::BTreeMap::<String, u64>::new();
+    let mut by_format = std::collections::BTreeMap::<&str, u64>::new();
     let (mut bytes, mut parameters) = (0, 0);
     for object in &directory.objects {
         bytes += object.bytes;
-        if let infernix_artifact::ObjectKind::Tensor { shape, format, .. } = &object.kind {
-            *by_format.entry(format.clone()).or_default() += object.bytes;
-            parameters += shape.iter().product::<u64>();
+        if let infernix_artifact::ObjectKind::Tensor { format, .. } = &object.kind {
+            *by_format.entry(format).or_default() += object.elements();
+            parameters += object.elements();
         }
     }
-    let format = by_format.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(name, _)| name);
+    let format = main_format(&by_format);
     ModelInfo {
         id: args
             .model_id
@@ -395,7 +404,7 @@ fn model_info(args: &ServeArgs, open: &OpenModel, config: &ModelConfig) -> Model
         embedding: config.hidden,
         parameters,
         bytes,
-        format: format.unwrap_or_default(),
+        format,
         // 35B-A3B is the mixture of this architecture with 2,048 columns.
         family: if config.architecture == Architecture::Qwen35Moe && config.hidden == 2048 {
             Family::Moe35b
@@ -403,6 +412,13 @@ fn model_info(args: &ServeArgs, open: &OpenModel, config: &ModelConfig) -> Model
             Family::Standard
         },
     }
+}
+
+/// What a model is called by: the format of most of its quantized weights, as embeddings and what is small are never
+/// quantized; of all where none are. `weights` counts them by format.
+fn main_format(weights: &std::collections::BTreeMap<&str, u64>) -> String {
+    let most = weights.iter().max_by_key(|(name, n)| (!matches!(**name, "bf16" | "fp16" | "fp32"), **n));
+    most.map_or_else(String::new, |(name, _)| (*name).to_owned())
 }
 
 /// An artifact's name without what splitting, the file's kind and the cache of conversions add to it.
@@ -515,6 +531,20 @@ impl Signals {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_quantized_model_is_called_by_its_quantized_weights() {
+        // The bundled demo's counts.
+        let demo = [
+            ("bf16", 9_856_017),
+            ("nvfp4_mul", 4_194_304),
+            ("fp8_e4m3fn_block128_f32", 524_288),
+            ("fp32", 816),
+        ];
+        assert_eq!(main_format(&demo.into()), "nvfp4_mul");
+        assert_eq!(main_format(&[("bf16", 10), ("fp32", 1)].into()), "bf16");
+        assert_eq!(main_format(&[].into()), "");
+    }
 
     #[test]
     fn a_model_without_a_name_is_called_as_its_file() {

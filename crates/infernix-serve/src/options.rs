@@ -19,7 +19,7 @@ pub struct ModelInfo {
     pub parameters: u64,
     /// Bytes of the stored weights.
     pub bytes: u64,
-    /// The format that most weights have.
+    /// The format that most quantized weights have, or most of all where none are.
     pub format: String,
     /// Which sampling preset applies.
     pub family: infernix_text::Family,
