@@ -185,6 +185,7 @@ impl App {
                 markers: Vec::new(),
                 session: caller.session.map(str::to_owned).or(turn.cache.session),
                 bypass: turn.cache.bypass,
+                reread: false,
             },
             constraint,
             decode,

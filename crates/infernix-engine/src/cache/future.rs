@@ -5,6 +5,7 @@
 //! makes superfluous is worth nothing.
 
 use super::tree::{SnapId, chains};
+use crate::sim::TraceRequest;
 use crate::state::PAGE_TOKENS;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Requests to come, and the snapshots that would serve them.
 pub(crate) struct Future {
     prompts: Vec<Vec<u32>>,
-    /// Requests that pass through a block, ascending.
+    /// Requests that pass through a block, or a salt's root, and read the cache; ascending.
     through: HashMap<u64, Vec<usize>>,
     /// By request: tokens and snapshots that it could resume at.
     serving: Vec<BTreeSet<(usize, SnapId)>>,
@@ -24,25 +25,21 @@ pub(crate) struct Future {
 }
 
 impl Future {
-    pub(crate) fn new(prompts: Vec<Vec<u32>>, now: Arc<AtomicUsize>) -> Self {
+    pub(crate) fn new(requests: &[TraceRequest], now: Arc<AtomicUsize>) -> Self {
         let mut through: HashMap<u64, Vec<usize>> = HashMap::new();
-        for (r, prompt) in prompts.iter().enumerate() {
-            chains(prompt).into_iter().for_each(|c| through.entry(c).or_default().push(r));
+        for (r, request) in requests.iter().enumerate().filter(|(_, r)| !r.bypass && !r.reread) {
+            let chains = chains(&request.salt, &request.prompt);
+            chains.into_iter().for_each(|c| through.entry(c).or_default().push(r));
         }
-        let serving = vec![BTreeSet::new(); prompts.len()];
+        let serving = vec![BTreeSet::new(); requests.len()];
+        let prompts = requests.iter().map(|r| r.prompt.clone()).collect();
         Future { prompts, through, serving, served: HashMap::new(), now }
     }
 
     /// A snapshot was taken after the block of `chain` at `depth` and its tail.
     pub(super) fn added(&mut self, id: SnapId, chain: u64, depth: usize, tail: &[u32]) {
         let tokens = depth * PAGE_TOKENS + tail.len();
-        let all: Vec<usize>;
-        let list: &[usize] = if depth == 0 {
-            all = (0..self.prompts.len()).collect();
-            &all
-        } else {
-            self.through.get(&chain).map_or(&[], |l| l)
-        };
+        let list: &[usize] = self.through.get(&chain).map_or(&[], |l| l);
         let now = self.now.load(Ordering::Relaxed);
         let fits = |r: &&usize| {
             let p = &self.prompts[**r];

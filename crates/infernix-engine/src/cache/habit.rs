@@ -18,9 +18,21 @@ impl std::fmt::Display for Habit {
         f.write_str(match self {
             Habit::Clock => "a clock or date in the prompt changes with every request",
             Habit::BillingHeader => "an accounting header at the start changes with every request",
-            Habit::StrippedReasoning => "the client leaves out the reasoning of earlier answers",
+            Habit::StrippedReasoning => "the reasoning of an earlier answer is not in the prompt any more",
             Habit::RandomId => "a random identifier in the prompt changes with every request",
         })
+    }
+}
+
+impl Habit {
+    /// One word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Habit::Clock => "clock",
+            Habit::BillingHeader => "billing_header",
+            Habit::StrippedReasoning => "stripped_reasoning",
+            Habit::RandomId => "random_id",
+        }
     }
 }
 
@@ -33,7 +45,7 @@ pub fn habit(cached: (&str, usize), prompt: (&str, usize)) -> Option<Habit> {
         rest.lines().next().unwrap_or("").to_owned()
     };
     let (a, b) = (line(cached), line(prompt));
-    if a.contains("billing-header") || b.contains("billing-header") {
+    if a.contains("billing-header") && b.contains("billing-header") {
         return Some(Habit::BillingHeader);
     }
     let thinks = |(text, at): (&str, usize)| {
@@ -54,7 +66,7 @@ pub fn habit(cached: (&str, usize), prompt: (&str, usize)) -> Option<Habit> {
     None
 }
 
-/// Whether a line holds `12:34`, `2026-11-30`, `30/11/2026` or a month's name with a day.
+/// Whether a line holds `12:34`, `2026-11-30`, `30/11/2026`, a month's name with a day, or seconds or milliseconds since 1970.
 fn is_time(line: &str) -> bool {
     let bytes = line.as_bytes();
     let digit = |i: usize| bytes.get(i).is_some_and(u8::is_ascii_digit);
@@ -78,7 +90,11 @@ fn is_time(line: &str) -> bool {
         "December",
     ];
     let named = MONTHS.iter().any(|m| line.contains(m)) && line.bytes().any(|b| b.is_ascii_digit());
-    named || (0..bytes.len()).any(|i| clock(i) || date(i))
+    // From 2001 to 2286 seconds have ten figures, milliseconds thirteen.
+    let epoch = line.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| {
+        matches!(word.len(), 10 | 13) && word.starts_with('1') && word.bytes().all(|b| b.is_ascii_digit())
+    });
+    named || epoch || (0..bytes.len()).any(|i| clock(i) || date(i))
 }
 
 /// Whether a line holds 12 or more hexadecimal digits, hyphens aside, letters and figures mixed.
@@ -106,6 +122,7 @@ mod tests {
         assert_eq!(of("Now it is 12:34:56.", "Now it is 12:35:01."), Some(Habit::Clock));
         assert_eq!(of("Date: 2026-11-30\n", "Date: 2026-12-01\n"), Some(Habit::Clock));
         assert_eq!(of("Today is May 3.", "Today is June 3."), Some(Habit::Clock));
+        assert_eq!(of("ts 1796070001. Go", "ts 1796070002. Go"), Some(Habit::Clock));
         assert_eq!(
             of("assistant\n<think>\nLet me see.\n</think>\n\nYes", "assistant\nYes"),
             Some(Habit::StrippedReasoning)

@@ -77,6 +77,11 @@ impl<S: Clone> PrefixCache<S> {
         self.tree.find(salt, ids, limit)
     }
 
+    /// Remembers that a prompt was asked, so that asking it again is not taken for something new.
+    pub(crate) fn served(&mut self, salt: &str, prompt: &[u32]) {
+        self.tree.served(salt, prompt);
+    }
+
     /// Starts following an empty sequence.
     pub(crate) fn start(&mut self, salt: &str) -> Cursor {
         let node = self.tree.root(salt);

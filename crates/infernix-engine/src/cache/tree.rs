@@ -113,11 +113,13 @@ pub(crate) struct Tree<S> {
     ghosts: HashSet<u64>,
     /// Dropped snapshots, by the chain of their block: length and hash of their tails.
     lost: HashMap<u64, Vec<(usize, u64)>>,
+    /// Whole prompts by salt and text: what ends within a block leaves nothing that could be compared.
+    served: HashSet<u64>,
     hash: fn(u64, &[u32]) -> u64,
     pub(super) tick: u64,
 }
 
-/// Dropped blocks to remember, and blocks with dropped snapshots.
+/// Dropped blocks, blocks with dropped snapshots, and whole prompts, to remember.
 const GHOSTS: usize = 1 << 16;
 /// Ids shown on each side of a divergence.
 const EXCERPT: usize = 24;
@@ -128,15 +130,19 @@ fn hash(chain: u64, ids: &[u32]) -> u64 {
     h.finish()
 }
 
-/// Chains of a text's blocks under the empty salt, as an index has them.
-pub(crate) fn chains(ids: &[u32]) -> Vec<u64> {
-    let mut chain = hash(0, &[]);
-    ids.chunks_exact(PAGE_TOKENS)
-        .map(|block| {
-            chain = hash(chain, block);
-            chain
-        })
-        .collect()
+/// The chain of a salt's root.
+fn root_chain(hash: fn(u64, &[u32]) -> u64, salt: &str) -> u64 {
+    hash(0, &salt.bytes().map(u32::from).collect::<Vec<_>>())
+}
+
+/// Chains of a salt's root and of a text's blocks under it, as an index has them.
+pub(crate) fn chains(salt: &str, ids: &[u32]) -> Vec<u64> {
+    let mut chain = root_chain(hash, salt);
+    let blocks = ids.chunks_exact(PAGE_TOKENS).map(|block| {
+        chain = hash(chain, block);
+        chain
+    });
+    std::iter::once(root_chain(hash, salt)).chain(blocks).collect()
 }
 
 /// Length of the common prefix.
@@ -155,6 +161,7 @@ impl<S> Tree<S> {
             roots: HashMap::new(),
             ghosts: HashSet::new(),
             lost: HashMap::new(),
+            served: HashSet::new(),
             hash,
             tick: 0,
         }
@@ -203,7 +210,7 @@ impl<S> Tree<S> {
             parent: None,
             depth: 0,
             ids: Box::default(),
-            chain: (self.hash)(0, &salt.bytes().map(u32::from).collect::<Vec<_>>()),
+            chain: root_chain(self.hash, salt),
             page: None,
             host: None,
             children: Vec::new(),
@@ -214,6 +221,14 @@ impl<S> Tree<S> {
         });
         self.roots.insert(salt.to_owned(), id);
         id
+    }
+
+    /// Remembers a whole prompt.
+    pub(super) fn served(&mut self, salt: &str, prompt: &[u32]) {
+        if self.served.len() >= GHOSTS {
+            self.served.clear();
+        }
+        self.served.insert((self.hash)(root_chain(self.hash, salt), prompt));
     }
 
     fn insert(&mut self, node: Node) -> NodeId {
@@ -449,10 +464,12 @@ impl<S> Tree<S> {
                 break;
             }
         }
-        let (shared, cached) = self.nearest(&path, ids);
+        let (shared, mut cached) = self.nearest(&path, ids);
         let tokens = best.map_or(0, |b| b.0);
         let next = (path.len() - 1) * PAGE_TOKENS..path.len() * PAGE_TOKENS;
         let chain = ids.get(next).map(|b| (self.hash)(self.node(path[path.len() - 1]).chain, b));
+        // The very prompt was asked before, but its end left neither a block nor a snapshot.
+        let again = self.served.contains(&(self.hash)(self.node(root).chain, ids));
         let depth = tokens / PAGE_TOKENS;
         let cause = match chain {
             _ if tokens >= limit.min(ids.len().saturating_sub(1)) => None,
@@ -461,6 +478,7 @@ impl<S> Tree<S> {
             }
             Some(c) if self.ghosts.contains(&c) => Some(MissCause::NoSnapshot),
             _ if resident + 1 < path.len() => Some(MissCause::NoSnapshot),
+            _ if again => Some(MissCause::NoSnapshot),
             _ if shared == 0 => Some(MissCause::Cold),
             _ if shared < limit && cached.ids.len() > cached.before => Some(MissCause::Diverged),
             _ if shared > tokens => Some(MissCause::NoSnapshot),
@@ -468,6 +486,12 @@ impl<S> Tree<S> {
             _ => None,
         };
         let miss = cause.map(|cause| {
+            let mut shared = shared;
+            if again && cause == MissCause::NoSnapshot {
+                shared = ids.len();
+                let from = shared.saturating_sub(EXCERPT);
+                cached = Excerpt { ids: ids[from..].to_vec(), before: shared - from };
+            }
             let from = shared.saturating_sub(EXCERPT);
             let around = &ids[from..ids.len().min(shared + EXCERPT)];
             let prompt = Excerpt { ids: around.to_vec(), before: shared - from };

@@ -97,6 +97,9 @@ pub struct Request {
     pub deadline: Option<Duration>,
     /// Longest draft for this request; `None` leaves it to the engine, 0 decodes plainly. Never changes the text.
     pub draft_tokens: Option<usize>,
+    /// Continues work that the engine has taken already (a further answer to a question, a further prompt of a batch): it
+    /// is not refused for a full queue, and waits for its lane as long as it takes.
+    pub joins: bool,
 }
 
 impl std::fmt::Debug for Request {
@@ -124,6 +127,8 @@ pub struct CacheHints {
     pub session: Option<String>,
     /// Neither use nor fill the cache.
     pub bypass: bool,
+    /// Read the whole prompt past the cache, and fill the cache with it. Prompt log-probabilities imply it.
+    pub reread: bool,
 }
 
 /// Restricts what may come next. Called on the engine's thread between model calls, so all of it must be quick.

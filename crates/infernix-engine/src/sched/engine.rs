@@ -66,7 +66,9 @@ impl Engine {
                 Ok(mut scheduler) => {
                     let warnings = scheduler.load_cache().err().into_iter().collect();
                     let (shared_sender, shared) = channel::<Arc<Shared>>();
-                    let facts = (scheduler.options.clone(), scheduler.limits, warnings, shared_sender);
+                    let status = scheduler.status(true);
+                    let facts =
+                        (scheduler.options.clone(), scheduler.limits, status, warnings, shared_sender);
                     drop(ready.send(Ok(facts)));
                     if let Ok(shared) = shared.recv() {
                         let shared = Arc::downgrade(&shared);
@@ -88,14 +90,7 @@ impl Engine {
         let thread =
             thread.map_err(|e| EngineError::Unsupported(format!("no thread for the engine: {e}")))?;
         let gone = |_| EngineError::Unsupported("the engine's thread ended while it started".into());
-        let (options, limits, warnings, shared_sender) = started.recv().map_err(gone)??;
-        let status = Status {
-            max_lanes: options.max_concurrency,
-            max_queued: options.max_pending_requests,
-            context: options.max_context,
-            pages: (limits.pages, limits.pages),
-            ..Status::default()
-        };
+        let (options, limits, status, warnings, shared_sender) = started.recv().map_err(gone)??;
         let shared = Arc::new(Shared {
             options,
             limits,
@@ -150,7 +145,7 @@ impl EngineApi for Engine {
         }
         super::scheduler::check(&request, &self.shared.options)?;
         let s = &self.shared;
-        let room = |n: usize| (n < self.capacity()).then_some(n + 1);
+        let room = |n: usize| (request.joins || n < self.capacity()).then_some(n + 1);
         if let Err(open) = s.open.fetch_update(Ordering::SeqCst, Ordering::SeqCst, room) {
             lock(&s.status).counters.refused += 1;
             let waves = 1 + (open - s.options.max_concurrency.min(open)) / s.options.max_concurrency;

@@ -198,7 +198,7 @@ impl<R: Runner> Scheduler<R> {
             if job.cancelled || late(&job) {
                 let reason = if job.cancelled { Finish::Cancelled } else { Finish::Deadline };
                 self.close(&mut job, Ok(reason));
-            } else if now >= job.submitted + timeout {
+            } else if now >= job.submitted + timeout && !job.request.joins {
                 self.counters.expired += 1;
                 job.ended = true;
                 job.send(Event::Failed(RequestError::QueueTimeout(timeout)));
@@ -286,8 +286,8 @@ impl<R: Runner> Scheduler<R> {
         let first = job.usage.preemptions == 0;
         // After a pause the next token is known already, so the state may stand right before it.
         let limit = if job.output() == 0 { job.text.len() - 1 } else { job.goal() };
-        let scored = job.request.prompt_logprobs.is_some() && job.output() == 0;
-        let usable = !scored && (!job.private() || job.kept.is_some());
+        let reread = (job.request.cache.reread || job.request.prompt_logprobs.is_some()) && job.output() == 0;
+        let usable = !reread && (!job.private() || job.kept.is_some());
         let limit = if usable { limit } else { 0 };
         let mut found = self.cache.find(&job.salt, &job.text[..job.goal()], limit);
         let pages = self.cache.pages_to_bring(&found);
@@ -315,6 +315,9 @@ impl<R: Runner> Scheduler<R> {
             }
         }
         if first {
+            if !job.private() {
+                self.cache.served(&job.salt, &job.request.prompt);
+            }
             job.usage.cached = found.tokens;
             self.counters.prompt_tokens += job.usage.prompt as u64;
             self.counters.cached_tokens += found.tokens as u64;

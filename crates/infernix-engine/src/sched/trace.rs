@@ -2,7 +2,8 @@
 //!
 //! The first line is the header: `{"infernix_trace": 1, "page_tokens", "page_bytes", "pages", "sequences", "vocab",
 //! "prefix_cache": whether there is one, and so cache events}`. Then
-//! `{"at": seconds, "request": n, "prompt": [ids], "markers", "max_tokens", "session"}`,
+//! `{"at": seconds, "request": n, "prompt": [ids], "markers", "max_tokens", "session", "salt": the number of its salt, 0
+//! where it has none, "bypass", "reread"}`,
 //! `{"at", "end": n, "output": [ids], "cached", "rounds", "drafted", "accepted"}`, `{"cache": "snapshot" | "dropped_snapshot" |
 //! "dropped_block" | "restored", ...}` and `{"call": "prompt" | "decode", "routing": [[[expert, ...] by row] by layer]}`. The file is readable by its owner
 //! alone: ids are text.
@@ -13,6 +14,7 @@ use crate::cache::CacheEvent;
 use crate::error::EngineError;
 use crate::state::PAGE_TOKENS;
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
@@ -26,6 +28,8 @@ pub(crate) struct Recorder {
     out: Option<BufWriter<File>>,
     name: String,
     failed: Option<String>,
+    /// Salts by number: a salt may be a text of a client's.
+    salts: HashMap<String, usize>,
 }
 
 impl Recorder {
@@ -44,8 +48,12 @@ impl Recorder {
             file.set_permissions(own)
                 .map_err(|e| EngineError::Source { name: path.display().to_string(), source: e.into() })?;
         }
-        let mut r =
-            Recorder { out: Some(BufWriter::new(file)), name: path.display().to_string(), failed: None };
+        let mut r = Recorder {
+            out: Some(BufWriter::new(file)),
+            name: path.display().to_string(),
+            failed: None,
+            salts: HashMap::from([(String::new(), 0)]),
+        };
         r.line(&json!({
             "infernix_trace": VERSION, "page_tokens": PAGE_TOKENS, "page_bytes": limits.page_bytes,
             "pages": limits.pages, "sequences": limits.sequences, "vocab": limits.vocab,
@@ -79,9 +87,12 @@ impl Recorder {
     }
 
     pub(crate) fn request(&mut self, at: Duration, id: RequestId, r: &Request) {
+        let next = self.salts.len();
+        let salt = *self.salts.entry(r.cache.salt.clone()).or_insert(next);
         self.line(&json!({
             "at": at.as_secs_f64(), "request": id.0, "prompt": r.prompt, "markers": r.cache.markers,
-            "max_tokens": r.max_tokens, "session": r.cache.session,
+            "max_tokens": r.max_tokens, "session": r.cache.session, "salt": salt, "bypass": r.cache.bypass,
+            "reread": r.cache.reread || r.prompt_logprobs.is_some(),
         }));
     }
 
@@ -140,6 +151,27 @@ mod tests {
             r.end(Duration::ZERO, RequestId(n), &[1, 2, 3], &Usage::default());
         }
         assert!(r.finish().unwrap_err().contains("/dev/full is incomplete"));
+    }
+
+    #[test]
+    fn a_trace_says_who_shares_with_whom_and_no_salts_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trace");
+        let mut r = Recorder::create(&path, &limits(), true).unwrap();
+        for (n, salt, bypass) in
+            [(1, "", false), (2, "secret", false), (3, "other", true), (4, "secret", false)]
+        {
+            let mut request = Request { prompt: vec![1], ..Request::default() };
+            (request.cache.salt, request.cache.bypass) = (salt.into(), bypass);
+            request.prompt_logprobs = (n == 4).then_some(0);
+            r.request(Duration::ZERO, RequestId(n), &request);
+        }
+        r.finish().unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(!text.contains("secret"));
+        let read = crate::sim::Trace::read(text.as_bytes()).unwrap().requests;
+        let shown: Vec<_> = read.iter().map(|r| (&r.salt[..], r.bypass, r.reread)).collect();
+        assert_eq!(shown, [("", false, false), ("1", false, false), ("2", true, false), ("1", false, true)]);
     }
 
     #[test]

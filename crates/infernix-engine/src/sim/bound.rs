@@ -20,9 +20,13 @@ pub fn most_cached(trace: &Trace, options: &ReplayOptions) -> u64 {
     // Savings by (bytes times requests, tokens), of falling worth within a request.
     let mut savings: Vec<(f64, f64)> = Vec::new();
     for (r, request) in trace.requests.iter().enumerate() {
+        if request.bypass {
+            continue;
+        }
         let (mut own, mut waited): (Vec<(f64, f64)>, f64) = (Vec::new(), 0.0);
-        let usable = &request.prompt[..request.prompt.len().saturating_sub(1)];
-        for chain in chains(usable) {
+        let usable = if request.reread { 0 } else { request.prompt.len().saturating_sub(1) };
+        // A salt's root is no block.
+        for chain in chains(&request.salt, &request.prompt[..usable]).into_iter().skip(1) {
             let Some(since) = last.get(&chain).map(|t| (r - t) as f64) else { break };
             // A snapshot may stand up to 63 tokens past its block: the first block's saving has them for all.
             let tokens = if own.is_empty() { 2 * PAGE_TOKENS - 1 } else { PAGE_TOKENS } as f64;
@@ -37,7 +41,7 @@ pub fn most_cached(trace: &Trace, options: &ReplayOptions) -> u64 {
         }
         savings.extend(own);
         let text = [&request.prompt[..], &request.output].concat();
-        last.extend(chains(&text).into_iter().map(|c| (c, r)));
+        last.extend(chains(&request.salt, &text).into_iter().map(|c| (c, r)));
     }
     savings.sort_by(|a, b| (a.0 * b.1).total_cmp(&(b.0 * a.1)));
     let mut left = size * trace.requests.len() as f64;
@@ -75,5 +79,13 @@ mod tests {
         // Half of the 4 x 240 that all cost, over 6 requests.
         assert_eq!(most_cached(&trace, &options(0, 80)), full / 2);
         assert_eq!(most_cached(&trace, &options(8, 0)), full / 2);
+        // Of other salts, or past the cache, nothing can be had.
+        let changes: [fn(&mut TraceRequest, usize); 3] =
+            [|r, i| r.salt = i.to_string(), |r, _| r.bypass = true, |r, _| r.reread = true];
+        for change in changes {
+            let mut apart = trace.clone();
+            apart.requests.iter_mut().enumerate().for_each(|(i, r)| change(r, i));
+            assert_eq!(most_cached(&apart, &options(0, 10_000)), 0);
+        }
     }
 }

@@ -21,6 +21,12 @@ pub struct TraceRequest {
     pub output: Vec<u32>,
     /// Its conversation.
     pub session: Option<String>,
+    /// Requests share cached prefixes within a salt only.
+    pub salt: String,
+    /// It neither used nor filled the cache.
+    pub bypass: bool,
+    /// It read its prompt past the cache and filled the cache.
+    pub reread: bool,
 }
 
 /// Traffic, and the experts that were chosen.
@@ -88,6 +94,9 @@ impl Trace {
                     markers: ids(&v["markers"])?.into_iter().map(|m| m as usize).collect(),
                     output: Vec::new(),
                     session: v["session"].as_str().map(str::to_owned),
+                    salt: v["salt"].as_u64().filter(|n| *n > 0).map_or_else(String::new, |n| n.to_string()),
+                    bypass: v["bypass"].as_bool().unwrap_or(false),
+                    reread: v["reread"].as_bool().unwrap_or(false),
                 });
             } else if let Some(id) = v["end"].as_u64() {
                 let at = order.get(&id).ok_or_else(|| bad("an end without its request"))?;
@@ -150,6 +159,7 @@ impl Trace {
                     markers: vec![head.len(), opener],
                     output: answer,
                     session: Some(session.to_string()),
+                    ..TraceRequest::default()
                 });
                 at += s.think_seconds * (0.25 + dice(key ^ 77, 1000) as f64 / 666.0);
             }

@@ -249,7 +249,7 @@ impl Run {
                 salt: asker.salt.clone(),
                 markers: (marker > 0).then_some(marker).into_iter().collect(),
                 session: asker.session.clone(),
-                bypass: false,
+                ..CacheHints::default()
             },
             ..Request::default()
         };

@@ -120,3 +120,40 @@ fn answers_are_faster_with_automatic_drafts_where_they_pay() {
     let auto = seconds(costs, SpecOptions::default(), 0.8, 10, 60);
     assert!(auto < 0.6 * plain, "{auto} s, plain {plain} s");
 }
+
+#[test]
+fn what_joins_a_request_that_runs_is_neither_refused_nor_given_up() {
+    let mut o = options(64);
+    (o.max_concurrency, o.max_pending_requests, o.pending_timeout) = (1, 0, Duration::from_millis(1));
+    let joins = |seed| Request { joins: true, ..request(ids(seed, 100), 5) };
+    let mut s = Scheduler::new(SimModel::new(SimOptions::default()), o.clone()).unwrap();
+    let (first, second, stranger) = (sink(), sink(), sink());
+    s.submit(request(ids(1, 100), 40), first.0);
+    s.submit(joins(2), second.0);
+    s.submit(request(ids(3, 100), 5), stranger.0);
+    run(&mut s);
+    assert!(matches!(end(&second.1), Event::Finished { .. }));
+    assert!(matches!(end(&stranger.1), Event::Failed(RequestError::QueueTimeout(_))));
+
+    let engine = Engine::start(o, || Ok(SimModel::new(SimOptions::default()))).unwrap();
+    // The engine stands still in the first request's event, so the only lane is taken.
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    engine.submit(request(ids(1, 100), 40), Box::new(move |_| _ = wait.recv())).unwrap();
+    let full = engine.submit(request(ids(3, 100), 5), sink().0);
+    assert!(matches!(full, Err(SubmitError::QueueFull { .. })));
+    let second = sink();
+    engine.submit(joins(2), second.0).unwrap();
+    drop(go);
+    engine.shutdown(Drain::Within(Duration::from_secs(60)));
+    assert!(matches!(end(&second.1), Event::Finished { .. }));
+}
+
+#[test]
+fn an_engine_that_has_just_started_knows_how_it_drafts() {
+    let make = |accuracy| {
+        move || Ok(SimModel::new(SimOptions { draft_accuracy: accuracy, ..SimOptions::default() }))
+    };
+    let speculation = |accuracy| Engine::start(options(64), make(accuracy)).unwrap().status().speculation;
+    assert_eq!(speculation(Some(0.5)), "mtp auto, copies auto");
+    assert_eq!(speculation(None), "no drafter, copies auto");
+}

@@ -255,3 +255,20 @@ fn what_never_had_a_state_is_not_called_evicted() {
     let (cached, _, miss) = ask(&mut s, request(first, 5));
     assert_eq!((cached, miss.unwrap().cause), (0, MissCause::Cold));
 }
+
+#[test]
+fn a_prompt_asked_again_is_never_called_new() {
+    let mut s = Scheduler::new(model(400), roomy(512)).unwrap();
+    ask(&mut s, request(ids(1, 700), 5));
+    // Too short for a snapshot, alone and like another text; and one whose end is too near to where it parts from another.
+    let branch = |same: usize, own: usize| [&ids(1, same)[..], &ids(9, own)].concat();
+    for (prompt, shared, reused) in [(ids(2, 40), 0, 0), (branch(30, 10), 30, 0), (branch(300, 20), 300, 300)]
+    {
+        let first = ask(&mut s, request(prompt.clone(), 1)).2.unwrap();
+        let cause = if shared == 0 { MissCause::Cold } else { MissCause::Diverged };
+        assert_eq!((first.shared, first.cause), (shared, cause));
+        let again = ask(&mut s, request(prompt.clone(), 1)).2.unwrap();
+        assert_eq!((again.shared, again.reused, again.cause), (prompt.len(), reused, MissCause::NoSnapshot));
+        assert_eq!((again.cached.before, again.cached.ids.len()), (24, 24));
+    }
+}
