@@ -371,6 +371,7 @@ impl<S> Tree<S> {
     pub(super) fn forget_lost(&mut self) {
         self.ghosts.clear();
         self.lost.clear();
+        self.served.clear();
     }
 
     /// Whether a snapshot of this text after more than `tokens` and at most `limit` was dropped. `chain` is that of the text's
