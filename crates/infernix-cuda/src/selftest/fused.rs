@@ -44,7 +44,7 @@ fn group(run: &mut Run) -> Result<()> {
     use WeightFormat::{Bf16, Fp8Row, Nvfp4, Q4G64, Q8G32};
     let dev = run.dev.clone();
     for f in [Q8G32, Q4G64, Nvfp4, Fp8Row, Bf16] {
-        for (k, large) in [(2560usize, 1300usize), (640, 37)] {
+        for (k, large) in [(2560usize, 1300usize), (1280, 6400), (640, 37)] {
             let sizes = [(f, large), (Bf16, 48), (f, 160), (Bf16, 1)];
             let ws: Vec<Linear> = sizes
                 .iter()
