@@ -44,7 +44,7 @@ fn parts_stay_below_the_limit_and_prove_like_one_file() {
     assert_eq!(proof["digest"], made["digest"]);
     for limit in ["0", "1", "4096", "100000"] {
         convert(&demo(), &dir.path().join("x.infernix"), &["--max-file-bytes", limit])
-            .fails(1, &["leaves no room"]);
+            .fails(2, &["leaves no room"]);
     }
 }
 
