@@ -279,7 +279,7 @@ pub(crate) fn spare_foreign_trace(path: Option<&Path>) -> anyhow::Result<()> {
     spare_foreign("--record-trace", path, TRACE_START)
 }
 
-/// Refuses to write over a file that this program did not write: such a file begins with `own`, or is empty.
+/// Refuses to write over a file that this program did not write: such a file begins with `own`, or is empty or zeros, which a crash leaves.
 fn spare_foreign(flag: &str, path: Option<&Path>, own: &[u8]) -> anyhow::Result<()> {
     let Some(path) = path else { return Ok(()) };
     // A device is no file that could be lost, and whether a file can be written shows when it is.
@@ -289,7 +289,7 @@ fn spare_foreign(flag: &str, path: Option<&Path>, own: &[u8]) -> anyhow::Result<
     };
     let mut start = Vec::new();
     file.take(own.len() as u64).read_to_end(&mut start)?;
-    if !start.is_empty() && start != own {
+    if start != own && start.iter().any(|b| *b != 0) {
         return Err(usage(format!(
             "{flag}: {} is another kind of file and is not written over",
             path.display()
@@ -353,7 +353,9 @@ mod tests {
         for foreign in [&b"notes"[..], b"INFX", b"root:x:0:0:root"] {
             assert!(asked(foreign).is_err(), "{foreign:?}");
         }
-        assert!(asked(b"").is_ok() && asked(b"INFXPFXC damaged").is_ok());
+        for own in [&b""[..], &[0; 100], b"INFXPFXC damaged"] {
+            assert!(asked(own).is_ok(), "{own:?}");
+        }
         std::fs::remove_file(&path).unwrap();
         assert!(spare_foreign("--prefix-cache-file", Some(&path), CACHE_START).is_ok());
         std::fs::write(&path, b"{\"infernix_trace\":1,").unwrap();
