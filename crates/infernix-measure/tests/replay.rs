@@ -95,6 +95,7 @@ fn answer(
             .map_or_else(String::new, |m| m.iter().map(ToString::to_string).collect::<Vec<_>>().join("\u{1}"))
     };
     let own = text(&body);
+    let completion = body["max_tokens"].as_u64().map_or(9, |most| most.min(9));
     let cached = {
         let mut bodies = bodies.lock().unwrap();
         let common = |other: &Value| text(other).bytes().zip(own.bytes()).take_while(|(a, b)| a == b).count();
@@ -125,7 +126,7 @@ fn answer(
     let cached = if fault == Fault::Usage { prompt + 1 } else { cached / 4 };
     send(json!({
         "choices": [],
-        "usage": { "prompt_tokens": prompt, "completion_tokens": 9,
+        "usage": { "prompt_tokens": prompt, "completion_tokens": completion,
                    "prompt_tokens_details": { "cached_tokens": cached } },
         "timings": { "draft_n": 8, "draft_n_accepted": 4 },
     }))?;
