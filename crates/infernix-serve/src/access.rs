@@ -2,32 +2,46 @@
 
 use crate::error::ApiError;
 use crate::options::ServeOptions;
-use axum::http::{HeaderMap, Method, header};
+use axum::http::{HeaderMap, Method, Uri, header};
 
 /// Keys as hashes: comparing them takes the same time whatever is asked.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Keys {
-    hashes: Vec<(String, blake3::Hash)>,
+    known: Vec<Known>,
+}
+
+#[derive(Debug, Clone)]
+struct Known {
+    name: String,
+    hash: blake3::Hash,
+    salt: String,
 }
 
 impl Keys {
     pub(crate) fn new(options: &ServeOptions) -> Self {
-        let hash = |key: &str| blake3::derive_key("infernix serve api key", key.as_bytes()).into();
-        Self { hashes: options.keys.iter().map(|k| (k.name.clone(), hash(&k.key))).collect() }
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.hashes.len()
+        let derived = |what: &str, key: &str| blake3::Hash::from(blake3::derive_key(what, key.as_bytes()));
+        let known = |k: &crate::options::ApiKey| Known {
+            name: k.name.clone(),
+            hash: derived("infernix serve api key", &k.key),
+            salt: derived("infernix serve prefix cache", &k.key).to_hex().to_string(),
+        };
+        Self { known: options.keys.iter().map(known).collect() }
     }
 
     /// The name of a key, for logs.
     pub(crate) fn name(&self, index: usize) -> &str {
-        self.hashes.get(index).map_or("", |(name, _)| name)
+        self.known.get(index).map_or("", |k| &k.name)
+    }
+
+    /// What keeps a key's cached prefixes apart, over restarts, too: it follows from the key alone, whatever its name and its
+    /// place among the others, and the key does not follow from it.
+    pub(crate) fn salt(&self, index: usize) -> &str {
+        self.known.get(index).map_or("", |k| &k.salt)
     }
 
     /// Which key a request carries; `None` where there are no keys.
     pub(crate) fn check(&self, headers: &HeaderMap) -> Result<Option<usize>, ApiError> {
-        if self.hashes.is_empty() {
+        if self.known.is_empty() {
             return Ok(None);
         }
         let Some(key) = presented(headers) else {
@@ -40,8 +54,8 @@ impl Keys {
         let hash: blake3::Hash = blake3::derive_key("infernix serve api key", key).into();
         // Hashes compare in constant time; all are looked at, so the time does not tell which one it is.
         let mut found = None;
-        for (i, (_, known)) in self.hashes.iter().enumerate() {
-            if *known == hash {
+        for (i, known) in self.known.iter().enumerate() {
+            if known.hash == hash {
                 found = Some(i);
             }
         }
@@ -66,10 +80,16 @@ fn presented(headers: &HeaderMap) -> Option<&[u8]> {
 pub(crate) fn check_browser(
     options: &ServeOptions,
     loopback: bool,
+    uri: &Uri,
     headers: &HeaderMap,
 ) -> Result<(), ApiError> {
     let text = |name: header::HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
-    let host = text(header::HOST);
+    // Which of two would be meant depends on who reads them (RFC 9112, section 3.2).
+    if headers.get_all(header::HOST).iter().count() > 1 {
+        return Err(ApiError::new(400, "invalid_host", "the request has more than one Host"));
+    }
+    // A target with a host in it counts, whatever Host says (section 3.2.2).
+    let host = uri.authority().map(|a| a.as_str()).or_else(|| text(header::HOST));
     if loopback {
         let name = host_name(host.unwrap_or(""));
         let known = is_loopback(name) || options.allowed_hosts.iter().any(|h| h.eq_ignore_ascii_case(name));
@@ -171,8 +191,9 @@ mod tests {
     #[test]
     fn rebound_names_and_foreign_origins_are_refused_on_loopback() {
         let options = ServeOptions { allowed_hosts: vec!["box.lan".into()], ..ServeOptions::default() };
+        let origin = Uri::from_static("/v1/models");
         let check = |list: &[(&'static str, &'static str)]| {
-            check_browser(&options, options.loopback, &headers(list)).map_err(|e| e.code)
+            check_browser(&options, options.loopback, &origin, &headers(list)).map_err(|e| e.code)
         };
         for good in ["localhost:8080", "127.0.0.1:1", "[::1]:8080", "LOCALHOST", "box.lan:80", "127.9.9.9"] {
             assert_eq!(check(&[("host", good)]), Ok(()), "{good}");
@@ -189,7 +210,40 @@ mod tests {
             );
         }
         let open = ServeOptions { cors: true, loopback: false, ..ServeOptions::default() };
-        assert!(check_browser(&open, open.loopback, &headers(&[("origin", "http://evil.example")])).is_ok());
+        let evil = headers(&[("origin", "http://evil.example")]);
+        assert!(check_browser(&open, open.loopback, &origin, &evil).is_ok());
+    }
+
+    #[test]
+    fn a_host_in_the_target_counts_and_two_hosts_are_none() {
+        let options = ServeOptions::default();
+        let check = |uri: &'static str, list: &[(&'static str, &'static str)]| {
+            let mut all = HeaderMap::new();
+            for (name, value) in list {
+                all.append(header::HeaderName::from_static(name), HeaderValue::from_static(value));
+            }
+            check_browser(&options, true, &Uri::from_static(uri), &all).map_err(|e| e.code)
+        };
+        let own = ("host", "localhost:1");
+        assert_eq!(check("http://localhost:1/v1/models", &[own]), Ok(()));
+        assert_eq!(check("http://evil.example/v1/models", &[own]), Err("host_not_allowed"));
+        assert_eq!(check("http://localhost@evil.example/v1/models", &[own]), Err("host_not_allowed"));
+        assert_eq!(check("/v1/models", &[own, ("host", "evil.example")]), Err("invalid_host"));
+        assert_eq!(check("/v1/models", &[own, own]), Err("invalid_host"));
+    }
+
+    #[test]
+    fn what_keeps_prefixes_apart_follows_from_the_key_alone() {
+        let key = |name: &str, key: &str| ApiKey { name: name.into(), key: key.into() };
+        let keys = |keys: Vec<ApiKey>| Keys::new(&ServeOptions { keys, ..ServeOptions::default() });
+        let before = keys(vec![key("key-1", "one"), key("key-2", "two")]);
+        let swapped = keys(vec![key("key-1", "two"), key("key-2", "one")]);
+        assert_eq!((before.salt(0), before.salt(1)), (swapped.salt(1), swapped.salt(0)));
+        let replaced = keys(vec![key("key-1", "three"), key("key-1", "two")]);
+        assert_ne!(replaced.salt(0), before.salt(0));
+        assert_ne!(replaced.salt(0), replaced.salt(1), "equal names share nothing");
+        let told = before.salt(0);
+        assert!(!told.contains("one") && told != before.known[0].hash.to_hex().as_str());
     }
 
     #[test]

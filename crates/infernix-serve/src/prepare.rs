@@ -194,11 +194,16 @@ impl App {
         })
     }
 
-    /// Requests of different keys share nothing, unless the server says so.
+    /// Requests of different keys share nothing, unless the server says so; a single key may be another one's successor.
     pub(crate) fn salt(&self, turn: &Turn, caller: Caller<'_>) -> String {
-        let key = caller.key.filter(|_| self.keys.len() > 1 && !self.options.share_prefix_across_keys);
-        let parts = [key.map(|k| format!("key {}", self.keys.name(k))), turn.cache.salt.clone()];
-        parts.into_iter().map(|p| p.map_or_else(String::new, |p| format!("{}:{p}", p.len()))).collect()
+        let key = caller.key.filter(|_| !self.options.share_prefix_across_keys);
+        // A key's salt has a fixed length, so no salt of a request can be read as part of it.
+        let mut salt = key.map_or_else(String::new, |key| format!("key {}", self.keys.salt(key)));
+        if let Some(own) = &turn.cache.salt {
+            salt += " salt ";
+            salt += own;
+        }
+        salt
     }
 
     /// Token counts at which turns begin: where the next request of the conversation will still agree.

@@ -15,7 +15,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 
 /// Bytes of a request head; longer ones are refused with 431.
-const MAX_HEAD_BYTES: usize = 64 << 10;
+pub(crate) const MAX_HEAD_BYTES: usize = 64 << 10;
 /// Silence after which the system probes a connection, and how long unanswered data may wait: dead peers are found
 /// within about 20 s even while nothing is sent.
 const TCP_IDLE: Duration = Duration::from_secs(10);

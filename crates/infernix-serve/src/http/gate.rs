@@ -6,6 +6,7 @@ use crate::access::{check_browser, check_content_type};
 use crate::app::App;
 use crate::error::{ApiError, Wire};
 use crate::ids;
+use crate::server::MAX_HEAD_BYTES;
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
@@ -56,7 +57,7 @@ pub(super) async fn gate(State(gate): State<Gate>, mut request: Request, next: N
         request_id: request_id(headers),
         wire,
         session: SESSIONS.iter().find_map(|name| short_text(headers, name)),
-        trace: short_text(headers, "traceparent"),
+        trace: short_text(headers, "traceparent").filter(|t| is_trace(t)),
     };
     let request_id = client.request_id.clone();
     let origin = headers.get(header::ORIGIN).cloned();
@@ -100,7 +101,11 @@ pub(super) async fn gate(State(gate): State<Gate>, mut request: Request, next: N
 
 fn check(gate: &Gate, request: &Request) -> Result<Option<usize>, ApiError> {
     let app = &gate.app;
-    check_browser(&app.options, gate.loopback, request.headers())?;
+    if head_bytes(request) > MAX_HEAD_BYTES {
+        let message = format!("the request's line and headers have more than {MAX_HEAD_BYTES} bytes");
+        return Err(ApiError::new(431, "request_header_fields_too_large", message));
+    }
+    check_browser(&app.options, gate.loopback, request.uri(), request.headers())?;
     let key = if is_open(request.method(), request.uri().path()) {
         None
     } else {
@@ -108,6 +113,16 @@ fn check(gate: &Gate, request: &Request) -> Result<Option<usize>, ApiError> {
     };
     check_content_type(request.method(), request.headers())?;
     Ok(key)
+}
+
+/// Bytes of the head as it was sent, spaces around values left out. The connection's buffer bounds it, too, but only to
+/// about twice its size: it grows by what a read brings.
+fn head_bytes(request: &Request) -> usize {
+    let uri = request.uri();
+    let target = uri.path_and_query().map_or(0, |p| p.as_str().len())
+        + uri.authority().map_or(0, |a| "http://".len() + a.as_str().len());
+    let line = request.method().as_str().len() + target + "  HTTP/1.1\r\n\r\n".len();
+    line + request.headers().iter().map(|(n, v)| n.as_str().len() + v.len() + ": \r\n".len()).sum::<usize>()
 }
 
 fn preflight() -> Response {
@@ -131,6 +146,11 @@ fn request_id(headers: &HeaderMap) -> String {
                 && id.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b':'))
         })
         .map_or_else(|| ids::fresh("req_"), str::to_owned)
+}
+
+/// The form of W3C Trace Context: words of a client would get into the log otherwise.
+fn is_trace(text: &str) -> bool {
+    (55..=64).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-')
 }
 
 fn short_text(headers: &HeaderMap, name: &str) -> Option<String> {
