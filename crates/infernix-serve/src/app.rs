@@ -8,7 +8,7 @@ use crate::metrics::Metrics;
 use crate::options::{ModelInfo, ServeOptions};
 use crate::piece::TokenUsage;
 use crate::responses::Store;
-use infernix_engine::cache::{Excerpt, Miss};
+use infernix_engine::cache::{Excerpt, Habit, Miss, habit};
 use infernix_engine::sched::EngineApi;
 use infernix_text::ChatFormat;
 use infernix_text::grammar::GrammarCompiler;
@@ -132,7 +132,7 @@ impl App {
             ("route".to_owned(), route.into()),
             ("status".to_owned(), error.status(client.wire).into()),
             ("code".to_owned(), error.code.into()),
-            ("param".to_owned(), json!(error.param)),
+            ("param".to_owned(), json!(error.param.as_deref().map(crate::log::place))),
         ]);
         if let Some(key) = client.key {
             fields.insert("key".to_owned(), self.keys.name(key).into());
@@ -140,23 +140,38 @@ impl App {
         self.log.write("request_rejected", fields);
     }
 
-    /// Keeps the explanation of a miss for the key that caused it.
-    pub(crate) fn remember_miss(&self, key: Option<usize>, request_id: &str, usage: TokenUsage, miss: &Miss) {
-        let excerpt = |e: &Excerpt| {
+    /// Keeps the explanation of a miss for the key that caused it, and gives the habit behind it where there is a known one.
+    pub(crate) fn remember_miss(
+        &self,
+        key: Option<usize>,
+        request_id: &str,
+        usage: TokenUsage,
+        miss: &Miss,
+    ) -> Option<Habit> {
+        let texts = |e: &Excerpt| {
             let (before, after) = e.ids.split_at(e.before.min(e.ids.len()));
             let text = |ids: &[u32]| self.format.tokenizer().decode(ids, false);
-            json!({"same": text(before), "different": text(after)})
+            (text(before), text(after))
         };
+        let (cached, prompt) = (texts(&miss.cached), texts(&miss.prompt));
+        let parted = !cached.1.is_empty() && !prompt.1.is_empty();
+        let found = parted.then(|| {
+            let (a, b) = (format!("{}{}", cached.0, cached.1), format!("{}{}", prompt.0, prompt.1));
+            habit((&a, cached.0.len()), (&b, prompt.0.len()))
+        });
+        let habit = found.flatten();
+        let excerpt = |(same, different): (String, String)| json!({"same": same, "different": different});
         let value = json!({
             "request": request_id, "cause": miss_cause(miss.cause), "prompt_tokens": usage.prompt,
             "shared_tokens": miss.shared, "reused_tokens": miss.reused,
-            "cached": excerpt(&miss.cached), "prompt": excerpt(&miss.prompt),
+            "habit": habit.map(|h| h.to_string()), "cached": excerpt(cached), "prompt": excerpt(prompt),
         });
         let mut misses = self.misses.lock().unwrap_or_else(PoisonError::into_inner);
         misses.push_back((key, value));
         if misses.len() > MAX_MISSES {
             misses.pop_front();
         }
+        habit
     }
 
     /// The explained misses of a key, the latest first.

@@ -32,6 +32,8 @@ pub(crate) struct DecodeOptions {
     pub(crate) prompt_tokens: usize,
     /// The answer is as long as the context allows, not as the request asks.
     pub(crate) fills_context: bool,
+    /// The prompt was read before, for its log-probabilities: that reading is what it cost.
+    pub(crate) scored: Option<Arc<Scored>>,
     /// Stop tokens that the engine gives like others, because their log-probability is asked for: programs that score
     /// texts count on one entry for every token that was chosen. Their text is no part of the answer.
     pub(crate) scored_stops: Vec<u32>,
@@ -39,6 +41,14 @@ pub(crate) struct DecodeOptions {
     pub(crate) call_prefix: &'static str,
     /// An answer of nothing gets a newline, because clients take an empty turn for a fault.
     pub(crate) never_empty: bool,
+}
+
+/// The reading of a prompt for its log-probabilities.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Scored {
+    pub(crate) cached: usize,
+    pub(crate) miss: Option<Box<Miss>>,
+    pub(crate) times: Times,
 }
 
 /// Reads one answer.
@@ -112,6 +122,11 @@ impl Decoder {
         self.early
     }
 
+    /// Whether it has left the queue.
+    pub(crate) fn admitted(&self) -> bool {
+        self.admitted.is_some()
+    }
+
     /// Why not more of the prompt came from the cache.
     pub(crate) fn miss(&self) -> Option<&Miss> {
         self.miss.as_deref()
@@ -129,11 +144,16 @@ impl Decoder {
 
     fn times(&self) -> Times {
         let admitted = self.admitted.unwrap_or(self.submitted);
-        Times {
+        self.with_scoring(Times {
             queued: (admitted - self.submitted).as_secs_f64(),
             prompt: (self.first_token.unwrap_or_else(Instant::now) - admitted).as_secs_f64(),
             decode: self.first_token.map_or(0.0, |t| t.elapsed().as_secs_f64()),
-        }
+        })
+    }
+
+    fn with_scoring(&self, times: Times) -> Times {
+        let before = self.options.scored.as_ref().map_or_else(Times::default, |s| s.times);
+        Times { queued: times.queued + before.queued, prompt: times.prompt + before.prompt, ..times }
     }
 
     /// Takes an event of the engine.
@@ -145,7 +165,11 @@ impl Decoder {
         match event {
             Event::Admitted { cached_tokens, miss, .. } => {
                 self.admitted = Some(Instant::now());
-                self.usage.cached = cached_tokens.min(self.usage.prompt);
+                let (cached, miss) = match &self.options.scored {
+                    Some(scored) => (scored.cached, scored.miss.clone()),
+                    None => (cached_tokens, miss),
+                };
+                self.usage.cached = cached.min(self.usage.prompt);
                 self.miss = miss;
                 self.progress(self.usage.cached, true, &mut out);
             }
@@ -174,7 +198,7 @@ impl Decoder {
                         return out;
                     }
                 };
-                self.end(finish, Some(timings.into()), &mut out);
+                self.end(finish, Some(self.with_scoring(timings.into())), &mut out);
             }
             Event::Failed(error) => {
                 self.ended = true;
@@ -186,10 +210,12 @@ impl Decoder {
 
     /// The engine went away without a word.
     pub(crate) fn lost(&mut self) -> Vec<Piece> {
-        if std::mem::replace(&mut self.ended, true) {
-            return Vec::new();
-        }
-        vec![Piece::Failed(ApiError::internal("the engine gave up this request; see the server's log"))]
+        self.refused(ApiError::internal("the engine gave up this request; see the server's log"))
+    }
+
+    /// The engine did not take it.
+    pub(crate) fn refused(&mut self, error: ApiError) -> Vec<Piece> {
+        if std::mem::replace(&mut self.ended, true) { Vec::new() } else { vec![Piece::Failed(error)] }
     }
 
     fn was_cut(&self) -> bool {
@@ -322,7 +348,11 @@ impl Decoder {
             out.push(Piece::Content(String::new(), rest));
         }
         self.ended = true;
-        let branch = match (self.calls > 0, self.wrote) {
+        let diagnostics = self.parser.diagnostics();
+        // The markup of a call that was cut is given as text where nothing of the call could be.
+        let called =
+            self.calls > 0 || diagnostics.marker_seen && matches!(finish, Finish::Length | Finish::Context);
+        let branch = match (called, self.wrote) {
             (true, _) => "tools",
             (false, true) => "content",
             (false, false) => "undecided",
@@ -333,7 +363,7 @@ impl Decoder {
             constraint: self.options.observed.then_some(Observed { branch, complete }),
             usage: self.usage,
             timings: times.unwrap_or_else(|| self.times()),
-            diagnostics: self.parser.diagnostics(),
+            diagnostics,
         })));
     }
 }

@@ -56,7 +56,7 @@ impl ApiError {
         param: impl Into<String>,
         message: impl Into<String>,
     ) -> Self {
-        let param = param.into();
+        let param = shortened(param.into(), MAX_PARAM);
         let message = format!("{param}: {}", message.into());
         Self { param: Some(param), ..Self::new(status, code, message) }
     }
@@ -131,14 +131,31 @@ impl ApiError {
     pub(crate) fn body(&self, wire: Wire, request_id: &str) -> Value {
         match wire {
             Wire::OpenAi => json!({"error": {
-                "message": self.message, "type": self.openai_type(), "param": self.param, "code": self.code,
+                "message": shortened(self.message.clone(), MAX_MESSAGE), "type": self.openai_type(),
+                "param": self.param.clone().map(|p| shortened(p, MAX_PARAM)), "code": self.code,
             }}),
-            Wire::Anthropic => json!({
-                "type": "error",
-                "error": {"type": self.anthropic_type(), "message": self.anthropic_message()},
-                "request_id": request_id,
-            }),
+            Wire::Anthropic => {
+                let message = shortened(self.anthropic_message(), MAX_MESSAGE);
+                let mut error = json!({"type": self.anthropic_type(), "message": message});
+                if self.code == THREADS_UNSUPPORTED {
+                    error["details"] = json!({"error_code": self.code});
+                }
+                json!({"type": "error", "error": error, "request_id": request_id})
+            }
         }
+    }
+
+    /// The same of a protocol whose conversation stands elsewhere and whose thinking is turned off otherwise than Chat's,
+    /// in whose words the template's own complaints are.
+    pub(crate) fn said_as(mut self, conversation: &str, thinking_off: &str) -> Self {
+        let Some(old) = self.param.take_if(|p| self.code == "invalid_prompt" && p.starts_with("messages"))
+        else {
+            return self;
+        };
+        let rest = self.message.strip_prefix(&old).unwrap_or(&self.message);
+        self.message = format!("{conversation}{}", rest.replace("enable_thinking: false", thinking_off));
+        self.param = Some(conversation.to_owned());
+        self
     }
 
     /// Claude Code reads the numbers out of exactly this form.
@@ -187,6 +204,26 @@ impl From<TextError> for ApiError {
     }
 }
 
+/// Longest place and longest words of an error in bytes: both may quote the request.
+const MAX_PARAM: usize = 256;
+const MAX_MESSAGE: usize = 4096;
+
+/// The code that tells Anthropic's clients to go on with whole histories.
+pub(crate) const THREADS_UNSUPPORTED: &str = "thread_unsupported_request";
+
+/// A text cut to at most this many bytes, and so marked.
+fn shortened(mut text: String, most: usize) -> String {
+    if text.len() > most {
+        let mut end = most - 3;
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        text.truncate(end);
+        text.push_str("...");
+    }
+    text
+}
+
 /// A value of the request as an error quotes it: ASCII, at most 60 characters.
 pub(crate) fn quoted(value: &Value) -> String {
     let text: String = value.to_string().chars().take(61).flat_map(escape_ascii).collect();
@@ -221,6 +258,19 @@ mod tests {
             "prompt is too long: 9000 tokens > 4096 maximum"
         );
         assert_eq!(error.body(Wire::OpenAi, "")["error"]["code"], "context_length_exceeded");
+    }
+
+    #[test]
+    fn an_error_is_short_whatever_it_quotes() {
+        let long = "ü".repeat(3 << 20);
+        let place = ApiError::at(400, "invalid_value", format!("questions.{long}"), long.clone());
+        let words = ApiError { param: Some(long.clone()), ..ApiError::new(400, "invalid_value", long) };
+        for error in [place, words] {
+            for wire in [Wire::OpenAi, Wire::Anthropic] {
+                assert!(error.body(wire, "r").to_string().len() < 5000);
+            }
+            assert_eq!(error.body(Wire::OpenAi, "r")["error"]["param"].as_str().map(str::len), Some(255));
+        }
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! The request log: one JSON object a line, never a prompt, an answer or a key.
+//! The request log: one JSON object a line, never a prompt, an answer or a key, nor any other words of a client's but plain
+//! names of fields.
 //!
 //! Kinds: `server_start`, `request_start`, then exactly one of `request_done` and `request_error` for each started
 //! request, `request_rejected` for what never started, `server_stop`. The file is readable by its owner only. When it
@@ -110,6 +111,164 @@ impl RequestLog {
     }
 }
 
+/// Names that a place of a request is told by: those of the protocols' own fields.
+const FIELDS: &[&str] = &[
+    "allowed_tools",
+    "arguments",
+    "background",
+    "best_of",
+    "budget_tokens",
+    "cache_control",
+    "cache_prompt",
+    "cache_salt",
+    "call_id",
+    "chat_template_kwargs",
+    "choice",
+    "content",
+    "custom",
+    "defer_loading",
+    "definition",
+    "description",
+    "detail",
+    "disable_parallel_tool_use",
+    "display",
+    "digits",
+    "echo",
+    "effort",
+    "enable_thinking",
+    "encrypted_content",
+    "execution",
+    "format",
+    "frequency_penalty",
+    "function",
+    "function_call",
+    "functions",
+    "generate_summary",
+    "grammar",
+    "id",
+    "ignore_eos",
+    "include",
+    "include_usage",
+    "input",
+    "input_schema",
+    "instructions",
+    "is_error",
+    "json",
+    "json_schema",
+    "levels",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_tokens",
+    "messages",
+    "metadata",
+    "min_p",
+    "modalities",
+    "mode",
+    "model",
+    "n",
+    "name",
+    "namespace",
+    "options",
+    "output",
+    "output_config",
+    "output_format",
+    "parallel_tool_calls",
+    "parameters",
+    "presence_penalty",
+    "preserve_thinking",
+    "previous_response",
+    "previous_response_id",
+    "prompt",
+    "prompt_cache_key",
+    "question",
+    "questions",
+    "reasoning",
+    "reasoning_content",
+    "reasoning_effort",
+    "refusal",
+    "regex",
+    "repetition_penalty",
+    "response_format",
+    "return_progress",
+    "return_token_strs",
+    "role",
+    "schema",
+    "seed",
+    "state",
+    "stop",
+    "stop_sequences",
+    "store",
+    "stream",
+    "stream_options",
+    "strict",
+    "structured_outputs",
+    "suffix",
+    "summary",
+    "syntax",
+    "system",
+    "temperature",
+    "text",
+    "thinking",
+    "thinking_budget",
+    "thread",
+    "timings_per_token",
+    "tokens",
+    "tool_call_id",
+    "tool_calls",
+    "tool_choice",
+    "tool_constraints",
+    "tool_name",
+    "tool_use_id",
+    "tools",
+    "top_k",
+    "top_logprobs",
+    "top_p",
+    "truncation",
+    "ttl",
+    "type",
+    "user_id",
+];
+/// Steps of a place, and names of ignored fields, that a line may have.
+const MAX_NAMES: usize = 16;
+/// Bytes of such a name.
+const MAX_NAME: usize = 48;
+
+/// A place of a request, `messages[2].content`, with `*` for what only the client has a name for: a question's id, a token
+/// of `logit_bias`, an unknown field.
+pub(crate) fn place(param: &str) -> String {
+    let mut steps: Vec<&str> = Vec::new();
+    for step in param.split(['.', '/']) {
+        let (name, index) = step.split_at(step.find('[').unwrap_or(step.len()));
+        let known = FIELDS.contains(&name) && index.bytes().all(|b| b.is_ascii_digit() || b"[]".contains(&b));
+        if known && step.len() <= MAX_NAME {
+            steps.push(step);
+        } else if steps.last() != Some(&"*") {
+            steps.push("*");
+        }
+        if steps.len() == MAX_NAMES {
+            break;
+        }
+    }
+    steps.join(".")
+}
+
+/// Names of ignored fields: those that are plain words, and how many others there are.
+pub(crate) fn ignored(names: &[String]) -> Vec<(String, Value)> {
+    let plain = |name: &&String| {
+        let letters = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'.');
+        (1..=MAX_NAME).contains(&name.len()) && name.bytes().all(letters)
+    };
+    let shown: Vec<&String> = names.iter().filter(plain).take(MAX_NAMES).collect();
+    let others = names.len() - shown.len();
+    let mut fields = vec![("ignored".to_owned(), serde_json::json!(shown))];
+    if others > 0 {
+        fields.push(("ignored_others".to_owned(), others.into()));
+    }
+    fields
+}
+
 fn append(path: &Path) -> io::Result<(File, u64)> {
     let mut options = OpenOptions::new();
     options.append(true).create(true);
@@ -139,6 +298,29 @@ mod tests {
 
     fn fields(n: usize) -> Map<String, Value> {
         Map::from_iter([("n".to_owned(), json!(n))])
+    }
+
+    #[test]
+    fn places_and_names_tell_no_words_of_a_client() {
+        for (param, told) in [
+            ("messages[12].content[0].type", "messages[12].content[0].type"),
+            ("logit_bias.Patient John Doe", "logit_bias.*"),
+            ("questions.Does Mr. Smith have HIV?.type", "questions.*.type"),
+            ("My PIN is 4711", "*"),
+            ("tools[0]/parameters/properties/SECRET", "tools[0].parameters.*"),
+            ("metadata.[x]", "metadata.*"),
+        ] {
+            assert_eq!(place(param), told);
+        }
+        assert!(place(&"type.".repeat(1 << 20)).len() < 100);
+        let long = "x".repeat(3 << 20);
+        let names = ["colour", "tools.web_search", "PIN 4711", long.as_str()].map(str::to_owned);
+        assert_eq!(
+            Value::Object(ignored(&names).into_iter().collect()),
+            json!({"ignored": ["colour", "tools.web_search"], "ignored_others": 2})
+        );
+        let many: Vec<String> = (0..100_000).map(|i| format!("f{i}")).collect();
+        assert!(Value::Object(ignored(&many).into_iter().collect()).to_string().len() < 300);
     }
 
     #[test]

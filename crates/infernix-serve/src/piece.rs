@@ -133,10 +133,21 @@ pub(crate) struct TokenUsage {
 }
 
 impl TokenUsage {
-    /// Several answers to one prompt: the prompt counts once.
+    /// Several answers to one prompt: the prompt counts once, and as far as one of them had to read it, it was not cached.
     pub(crate) fn add_choice(&mut self, other: Self) {
+        self.cached = if self.prompt == 0 { other.cached } else { self.cached.min(other.cached) };
         self.prompt = self.prompt.max(other.prompt);
-        self.cached = self.cached.max(other.cached);
+        self.add_answer(other);
+    }
+
+    /// Another prompt and its answers.
+    pub(crate) fn add_prompt(&mut self, other: Self) {
+        self.prompt += other.prompt;
+        self.cached += other.cached;
+        self.add_answer(other);
+    }
+
+    fn add_answer(&mut self, other: Self) {
         self.output += other.output;
         self.reasoning += other.reasoning;
         self.drafted += other.drafted;
@@ -227,6 +238,21 @@ impl Times {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_prompt_counts_once_and_as_read_where_the_first_of_its_answers_read_it() {
+        let answer = |cached| TokenUsage { prompt: 213, cached, output: 5, ..TokenUsage::default() };
+        let mut usage = TokenUsage::default();
+        // In the order in which they end.
+        for cached in [206, 0, 206] {
+            usage.add_choice(answer(cached));
+        }
+        assert_eq!((usage.prompt, usage.cached, usage.output), (213, 0, 15));
+        let mut batch = TokenUsage::default();
+        batch.add_prompt(usage);
+        batch.add_prompt(answer(200));
+        assert_eq!((batch.prompt, batch.cached, batch.output), (426, 200, 20));
+    }
 
     #[test]
     fn rates_are_finite_for_nothing_read_and_nothing_given() {

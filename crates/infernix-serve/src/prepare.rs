@@ -41,6 +41,8 @@ pub(crate) struct Plan {
     pub(crate) constraint: Option<ConstraintPlan>,
     pub(crate) decode: DecodeOptions,
     pub(crate) deadline: Option<std::time::Duration>,
+    /// Goes on with work that the engine has taken already.
+    pub(crate) joins: bool,
 }
 
 impl Plan {
@@ -58,6 +60,7 @@ impl Plan {
             constraint,
             cache: self.cache.clone(),
             deadline: self.deadline,
+            joins: self.joins,
             ..Request::default()
         };
         (request, cut)
@@ -169,6 +172,7 @@ impl App {
             logprobs: turn.logprobs.is_some(),
             prompt_tokens: prompt.len(),
             fills_context: room < wanted,
+            scored: None,
             scored_stops: Vec::new(),
             call_prefix: caller.call_prefix,
             never_empty: max_tokens > 0,
@@ -190,6 +194,7 @@ impl App {
             constraint,
             decode,
             deadline: self.options.request_timeout,
+            joins: false,
             prompt,
         })
     }

@@ -142,7 +142,9 @@ impl Searching {
         let mut turn = self.turn.clone();
         let most = turn.max_tokens.unwrap_or(app.options.default_max_tokens);
         turn.max_tokens = Some(most.saturating_sub(self.spent.output));
-        app.prepare(turn, caller)
+        let mut plan = app.prepare(turn, caller)?;
+        plan.joins = true;
+        Ok(plan)
     }
 }
 

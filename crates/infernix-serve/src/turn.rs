@@ -307,6 +307,11 @@ impl Turn {
         }
     }
 
+    /// Refuses an effort that no field could have.
+    pub(crate) fn check_effort(effort: &str, path: &str) -> Result<(), ApiError> {
+        Self::new().set_effort(effort, path)
+    }
+
     /// Whether the last message is the model's own and is to be continued.
     pub(crate) fn continues(&self) -> bool {
         self.messages.last().is_some_and(|m| m.role == infernix_text::Role::Assistant)

@@ -225,7 +225,7 @@ impl ChatFormat {
             if start == Start::Reasoning {
                 return Err(conversation(
                     "messages",
-                    "the last message cannot be continued while thinking is on; set enable_thinking to false",
+                    "the last message cannot be continued while thinking is on (enable_thinking: false)",
                 ));
             }
             start = Start::Content;
@@ -602,7 +602,7 @@ fn take_prefill(messages: &mut Vec<Message>, options: &ChatOptions) -> Result<St
     if thinking != Some(false) {
         return Err(conversation(
             &location,
-            "the last message can be continued only with enable_thinking set to false",
+            "the last message can be continued only without thinking (enable_thinking: false)",
         ));
     }
     let text = last.plain_text();

@@ -58,7 +58,7 @@ pub(crate) fn parse(body: Value, vocabulary: u32) -> Result<ChatRequest, ApiErro
     };
     turn.n = read_n(&mut fields)?;
     turn.logprobs = read_logprobs(&mut fields)?;
-    let send = read_send(&mut fields)?;
+    let send = read_send(&mut fields, &mut turn.ignored)?;
     read_tools(&mut fields, &mut turn)?;
     if let Some(format) = fields.fields("response_format")? {
         let format = response_format(format)?;
@@ -127,12 +127,18 @@ fn read_logprobs(fields: &mut Fields) -> Result<Option<u8>, ApiError> {
 }
 
 /// `stream` and what belongs to it.
-pub(crate) fn read_send(fields: &mut Fields) -> Result<ChatSend, ApiError> {
+pub(crate) fn read_send(fields: &mut Fields, ignored: &mut Vec<String>) -> Result<ChatSend, ApiError> {
     let stream = fields.bool("stream")?.unwrap_or(false);
-    let usage = match fields.fields("stream_options")? {
-        Some(mut options) => options.bool("include_usage")?.unwrap_or(false),
-        None => false,
-    };
+    let mut usage = false;
+    if let Some(mut options) = fields.fields("stream_options")? {
+        usage = options.bool("include_usage")?.unwrap_or(false);
+        // Asks for padding against those who watch lengths; OpenAI's clients turn it off.
+        options.skip(&["include_obfuscation"]);
+        if options.peek("continuous_usage_stats") == Some(&Value::Bool(false)) {
+            options.skip(&["continuous_usage_stats"]);
+        }
+        ignored.extend(options.rest().iter().map(|n| format!("stream_options.{n}")));
+    }
     Ok(ChatSend {
         stream,
         usage: stream && usage,

@@ -59,7 +59,7 @@ pub(crate) fn parse(body: Value, tokenizer: &Tokenizer) -> Result<CompletionsReq
         }
         turn.logprobs = Some(top as u8);
     }
-    let send = read_send(&mut fields)?;
+    let send = read_send(&mut fields, &mut turn.ignored)?;
     let echo = fields.bool("echo")?.unwrap_or(false);
     if echo && send.stream && turn.logprobs.is_some() {
         return Err(ApiError::invalid("stream", "echo with logprobs is given in one piece only"));

@@ -146,14 +146,7 @@ impl CompletionsReply {
 
     fn usage(&self) -> TokenUsage {
         let mut sum = TokenUsage::default();
-        for one in &self.prompts {
-            sum.prompt += one.prompt;
-            sum.cached += one.cached;
-            sum.output += one.output;
-            sum.reasoning += one.reasoning;
-            sum.drafted += one.drafted;
-            sum.accepted += one.accepted;
-        }
+        self.prompts.iter().for_each(|one| sum.add_prompt(*one));
         sum
     }
 }

@@ -14,6 +14,7 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::generate::refusal;
 use crate::ids;
+use crate::piece::TokenUsage;
 use infernix_engine::sample::SamplerOptions;
 use infernix_engine::sched::{CacheHints, Constraint, EngineApi, Event, Finish, Request, RequestId, Sampled};
 use infernix_text::ChatFormat;
@@ -32,36 +33,34 @@ pub(crate) struct Asker {
     pub(crate) session: Option<String>,
 }
 
-/// Counts of a whole request.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Usage {
-    input: usize,
-    output: usize,
-    cached: usize,
-}
-
 /// A request that is ready to run.
 pub(crate) struct Prepared {
     /// Questions in order, each with what is asked of the engine or why it cannot be asked.
     questions: Vec<(Question, Result<Task, ApiError>)>,
 }
 
-/// Checks a request body and renders its prompts.
+/// Checks a request body and renders its prompts; with them its cache salt and the fields that were ignored.
 ///
 /// # Errors
 /// Whatever is wrong with any question: nothing runs then.
-pub(crate) fn prepare(app: &App, body: Value) -> Result<Prepared, ApiError> {
-    let request = question::parse(body)?;
+pub(crate) fn prepare(app: &App, body: Value) -> Result<(Prepared, Option<String>, Vec<String>), ApiError> {
+    let mut request = question::parse(body)?;
     app.check_model(request.model.as_deref())?;
-    plan(&app.format, request)
+    let (salt, ignored) = (request.salt.take(), std::mem::take(&mut request.ignored));
+    Ok((plan(&app.format, request)?, salt, ignored))
 }
 
-/// Answers a prepared request.
+/// Answers a prepared request and counts what that took.
 ///
 /// # Errors
 /// The first question's error, where no question could be answered.
-pub(crate) async fn run(app: &App, prepared: Prepared, asker: &Asker) -> Result<Value, ApiError> {
-    let (answers, usage) = answer(&app.engine, &app.format, prepared, asker).await?;
+pub(crate) async fn run(
+    app: &App,
+    prepared: Prepared,
+    asker: &Asker,
+    usage: &mut TokenUsage,
+) -> Result<Value, ApiError> {
+    let (answers, usage) = answer(&app.engine, &app.format, prepared, asker, usage).await?;
     Ok(json!({"model": app.model.id, "answers": answers, "usage": usage}))
 }
 
@@ -95,12 +94,12 @@ async fn answer(
     format: &ChatFormat,
     prepared: Prepared,
     asker: &Asker,
+    usage: &mut TokenUsage,
 ) -> Result<(Value, Value), ApiError> {
     let marker =
         shared_prefix(prepared.questions.iter().filter_map(|(_, t)| Some(t.as_ref().ok()?.ids.as_slice())));
     let lanes = engine.status().max_lanes.max(1);
     let mut outcomes: Vec<Option<Result<Value, ApiError>>> = Vec::new();
-    let mut usage = Usage::default();
     let mut waiting = Vec::new();
     let mut ids = Vec::with_capacity(prepared.questions.len());
     for (question, task) in prepared.questions {
@@ -115,15 +114,18 @@ async fn answer(
     }
     // The first question brings the evidence into the cache, the others follow as the lanes allow.
     let mut waiting = waiting.into_iter().peekable();
-    let mut wave = 1;
+    let (mut wave, mut joins) = (1, false);
     while waiting.peek().is_some() {
         let mut running = Vec::new();
         for (at, task, question) in waiting.by_ref().take(wave) {
-            running.push((at, question, Run::start(engine, &task, marker, asker), task.read));
+            let run = Run::start(engine, &task, marker, asker, joins);
+            // Once the engine has taken a question, the others belong to it.
+            joins |= run.is_ok();
+            running.push((at, question, run, task.read));
         }
         for (at, question, run, read) in running {
             outcomes[at] = Some(match run {
-                Ok(run) => run.finish(format, &question, &read, &mut usage).await,
+                Ok(run) => run.finish(format, &question, &read, usage).await,
                 Err(error) => Err(error),
             });
         }
@@ -151,8 +153,8 @@ async fn answer(
         return Err(error);
     }
     let usage = json!({
-        "input_tokens": usage.input, "output_tokens": usage.output, "cached_input_tokens": usage.cached,
-        "computed_prefill_tokens": usage.input.saturating_sub(usage.cached),
+        "input_tokens": usage.prompt, "output_tokens": usage.output, "cached_input_tokens": usage.cached,
+        "computed_prefill_tokens": usage.prompt.saturating_sub(usage.cached),
     });
     Ok((Value::Object(answers), usage))
 }
@@ -227,6 +229,7 @@ impl Run {
         task: &Task,
         marker: usize,
         asker: &Asker,
+        joins: bool,
     ) -> Result<Self, ApiError> {
         let (to, events) = unbounded_channel();
         let (max_tokens, watch, constraint): (usize, Vec<u32>, Option<Box<dyn Constraint>>) = match &task.read
@@ -251,6 +254,7 @@ impl Run {
                 session: asker.session.clone(),
                 ..CacheHints::default()
             },
+            joins,
             ..Request::default()
         };
         let sink = Box::new(move |event| {
@@ -265,14 +269,14 @@ impl Run {
         format: &ChatFormat,
         question: &Question,
         read: &Read,
-        total: &mut Usage,
+        total: &mut TokenUsage,
     ) -> Result<Value, ApiError> {
         let mut tokens: Vec<Sampled> = Vec::new();
         let reason = loop {
             match self.events.recv().await {
                 Some(Event::Tokens(more)) => tokens.extend(more),
                 Some(Event::Finished { reason, usage, .. }) => {
-                    total.input += usage.prompt;
+                    total.prompt += usage.prompt;
                     total.cached += usage.cached;
                     if matches!(read, Read::Number(..)) {
                         total.output += tokens.len();

@@ -1,6 +1,6 @@
 //! Reading a request: all of it is checked before anything runs.
 
-use crate::error::ApiError;
+use crate::error::{ApiError, quoted};
 use crate::fields::Fields;
 use serde_json::{Map, Value, json};
 
@@ -19,6 +19,10 @@ pub(super) struct Decide {
     pub(super) images: usize,
     /// Questions in the request's order.
     pub(super) questions: Vec<Question>,
+    /// Prompts share cached prefixes only with those of the same salt.
+    pub(super) salt: Option<String>,
+    /// Fields that change nothing and are named to the client.
+    pub(super) ignored: Vec<String>,
 }
 
 /// The evidence.
@@ -84,7 +88,8 @@ impl Question {
 
 fn at(id: &str, field: &str, code: &'static str, message: String) -> ApiError {
     let param = if field.is_empty() { format!("questions.{id}") } else { format!("questions.{id}.{field}") };
-    ApiError { param: Some(param), ..ApiError::new(400, code, format!("question {id:?}: {message}")) }
+    let id = quoted(&id.into());
+    ApiError { param: Some(param), ..ApiError::new(400, code, format!("question {id}: {message}")) }
 }
 
 /// Reads a body.
@@ -95,6 +100,7 @@ pub(super) fn parse(body: Value) -> Result<Decide, ApiError> {
     let mut fields = Fields::new("", body)?;
     refuse_thinking(&mut fields)?;
     let model = fields.string("model")?;
+    let salt = fields.string("cache_salt")?;
     let (state, images) = state(fields.need("state")?)?;
     let list = fields
         .object("questions")?
@@ -108,7 +114,7 @@ pub(super) fn parse(body: Value) -> Result<Decide, ApiError> {
         ));
     }
     let questions = list.into_iter().map(|(id, value)| question(id, value)).collect::<Result<_, _>>()?;
-    Ok(Decide { model, state, images, questions })
+    Ok(Decide { model, state, images, questions, salt, ignored: fields.rest() })
 }
 
 fn refuse_thinking(fields: &mut Fields) -> Result<(), ApiError> {

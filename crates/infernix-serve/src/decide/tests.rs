@@ -46,7 +46,9 @@ fn engine(text: &'static str) -> Arc<dyn EngineApi> {
 fn ask(body: Value, text: &'static str) -> Result<(Value, Value), ApiError> {
     let request = question::parse(body)?;
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("builds");
-    runtime.block_on(answer(&engine(text), &FORMAT, plan(&FORMAT, request)?, &Asker::default()))
+    let mut usage = TokenUsage::default();
+    let plan = plan(&FORMAT, request)?;
+    runtime.block_on(answer(&engine(text), &FORMAT, plan, &Asker::default(), &mut usage))
 }
 
 /// A written number as the vocabulary of the demo spells it: the sign is a free step or joined to the colon.

@@ -2,39 +2,82 @@
 
 use super::Client;
 use super::answer::json_response;
+use super::body;
 use crate::app::App;
 use crate::error::ApiError;
 use axum::Extension;
+use axum::body::Body;
 use axum::extract::State;
+use axum::http::HeaderMap;
 use axum::response::Response;
 use infernix_engine::sched::CacheOrder;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::sync::Arc;
 
 type Shared = State<Arc<App>>;
 
 /// `POST /admin/drain`: takes no new requests, so that a router sends them elsewhere; what runs goes on.
-pub(super) async fn drain(State(app): Shared) -> Response {
+pub(super) async fn drain(
+    State(app): Shared,
+    Extension(client): Extension<Client>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
+    if let Err(error) = order(&app, &headers, body).await {
+        return error.response(client.wire, &client.request_id);
+    }
     app.set_draining(true);
     tracing::info!("draining: new requests are refused");
     json_response(&json!({"draining": true, "active_requests": app.active_requests()}))
 }
 
 /// `POST /admin/resume`: takes requests again, unless the server is being stopped.
-pub(super) async fn resume(State(app): Shared) -> Response {
+pub(super) async fn resume(
+    State(app): Shared,
+    Extension(client): Extension<Client>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
+    if let Err(error) = order(&app, &headers, body).await {
+        return error.response(client.wire, &client.request_id);
+    }
     app.set_draining(false);
     tracing::info!("taking requests");
     json_response(&json!({"draining": app.draining(), "active_requests": app.active_requests()}))
 }
 
 /// `POST /admin/cache/save`.
-pub(super) async fn save_cache(State(app): Shared, Extension(client): Extension<Client>) -> Response {
-    cache(&app, &client, CacheOrder::Save, "saved").await
+pub(super) async fn save_cache(
+    State(app): Shared,
+    Extension(client): Extension<Client>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
+    match order(&app, &headers, body).await {
+        Ok(()) => cache(&app, &client, CacheOrder::Save, "saved").await,
+        Err(error) => error.response(client.wire, &client.request_id),
+    }
 }
 
 /// `POST /admin/cache/clear`.
-pub(super) async fn clear_cache(State(app): Shared, Extension(client): Extension<Client>) -> Response {
-    cache(&app, &client, CacheOrder::Clear, "dropped").await
+pub(super) async fn clear_cache(
+    State(app): Shared,
+    Extension(client): Extension<Client>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
+    match order(&app, &headers, body).await {
+        Ok(()) => cache(&app, &client, CacheOrder::Clear, "dropped").await,
+        Err(error) => error.response(client.wire, &client.request_id),
+    }
+}
+
+/// Nothing can be said beside the order itself: a body that says more, or is broken, was meant for something else.
+async fn order(app: &App, headers: &HeaderMap, body: Body) -> Result<(), ApiError> {
+    match body::json(app, headers, body).await? {
+        Value::Object(map) if map.is_empty() => Ok(()),
+        _ => Err(ApiError::new(400, "invalid_value", "the body must be {}")),
+    }
 }
 
 async fn cache(app: &App, client: &Client, order: CacheOrder, word: &str) -> Response {

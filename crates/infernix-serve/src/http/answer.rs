@@ -14,7 +14,7 @@ use crate::search::{Searching, Session};
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::Response;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use std::sync::Arc;
 
 /// Longest list of ignored fields in a header.
@@ -46,9 +46,10 @@ impl Answer {
             ("prompt".to_owned(), plans.iter().map(|p| p.prompt.len()).sum::<usize>().into()),
             ("max_tokens".to_owned(), plans.first().map_or(0, |p| p.max_tokens).into()),
             ("seed".to_owned(), plans.first().map_or(0, |p| p.sampling.seed).into()),
-            ("ignored".to_owned(), json!(ignored)),
         ]);
+        let detail = detail.into_iter().chain(crate::log::ignored(&ignored)).collect();
         let mut track = Track::new(&app, &client, route, detail);
+        track.asks(&plans);
         let refuse = |track: &mut Track, error: &ApiError| {
             track.failed(error);
             error.response(client.wire, &client.request_id)
@@ -61,24 +62,29 @@ impl Answer {
             let error = error.clone();
             return refuse(&mut track, &error);
         }
-        let mut headers = HeaderMap::new();
-        add_ignored(&mut headers, &ignored);
-        note_cache(&app, &client, &mut generation, &mut track, &mut headers);
+        let mut cache = CacheNotes::new(&plans);
+        cache.look(&app, &client, &mut generation, &mut track);
         let mut session = Session::new(Arc::clone(&app), generation, searching);
         let mut response = if streams {
-            let (writer, response) = stream(app.options.write_timeout);
+            let (writer, mut response) = stream(app.options.write_timeout);
+            cache.tell(response.headers_mut());
             tokio::spawn(async move {
-                if write(&app, &writer, &mut session, reply.as_mut(), &mut track).await.is_ok() {
+                let written = write(&app, &writer, &mut session, reply.as_mut(), &mut track).await;
+                cache.look(&app, &client, &mut session.generation, &mut track);
+                if written.is_ok() {
                     keep(&app, reply.as_mut(), store);
                     track.done();
                 }
             });
             response
         } else {
-            while let Some((choice, piece, running)) = session.next().await {
-                track.piece(&piece);
+            while !reply.ended()
+                && let Some((choice, piece, running)) = session.next().await
+            {
+                track.piece(choice, &piece, &running);
                 reply.push(choice, piece, &running);
             }
+            cache.look(&app, &client, &mut session.generation, &mut track);
             match reply.document() {
                 Ok(document) => {
                     if let Some((id, mut stored)) = store {
@@ -86,12 +92,14 @@ impl Answer {
                         app.store.insert(&id, stored);
                     }
                     track.done();
-                    json_response(&document)
+                    let mut response = json_response(&document);
+                    cache.tell(response.headers_mut());
+                    response
                 }
                 Err(error) => return refuse(&mut track, &error),
             }
         };
-        response.headers_mut().extend(headers);
+        add_ignored(response.headers_mut(), &ignored);
         response
     }
 }
@@ -116,7 +124,7 @@ async fn write(
         };
         match next {
             Some((choice, piece, running)) => {
-                track.piece(&piece);
+                track.piece(choice, &piece, &running);
                 reply.push(choice, piece, &running);
             }
             None => {
@@ -140,28 +148,58 @@ fn keep(app: &App, reply: &mut dyn Reply, store: Option<(String, Stored)>) {
     }
 }
 
-fn note_cache(
-    app: &App,
-    client: &Client,
-    generation: &mut Generation,
-    track: &mut Track,
-    headers: &mut HeaderMap,
-) {
-    let Some(decoder) = generation.decoder(0) else { return };
-    let usage = decoder.running().usage;
-    let miss = decoder.miss();
-    track.cache(usage.cached, miss);
-    let mut text = format!("hit={}/{}", usage.cached, usage.prompt);
-    if let Some(miss) = miss {
-        text += &format!("; reason={}; shared={}", cause(miss.cause), miss.shared);
-        app.remember_miss(client.key, &client.request_id, usage, miss);
+/// What the prefix cache gave the prompts of an answer.
+struct CacheNotes {
+    /// First choice of each prompt.
+    firsts: Vec<usize>,
+    /// Prompts looked at.
+    noted: usize,
+    hit: usize,
+    prompt: usize,
+    miss: String,
+}
+
+impl CacheNotes {
+    fn new(plans: &[Plan]) -> Self {
+        let firsts =
+            plans.iter().scan(0, |next, plan| Some(std::mem::replace(next, *next + plan.n))).collect();
+        Self { firsts, noted: 0, hit: 0, prompt: 0, miss: String::new() }
     }
-    if let Ok(value) = HeaderValue::from_str(&text) {
-        headers.insert("x-infernix-cache", value);
+
+    /// Looks at the prompts that have left the queue since the last time; they do so in order.
+    fn look(&mut self, app: &App, client: &Client, generation: &mut Generation, track: &mut Track) {
+        while let Some(first) = self.firsts.get(self.noted)
+            && let Some(decoder) = generation.decoder(*first).filter(|d| d.admitted())
+        {
+            self.noted += 1;
+            let usage = decoder.running().usage;
+            self.hit += usage.cached;
+            self.prompt += usage.prompt;
+            if let Some(miss) = decoder.miss() {
+                let habit = app.remember_miss(client.key, &client.request_id, usage, miss);
+                track.missed(miss, habit);
+                self.miss = format!("; reason={}; shared={}", cause(miss.cause), miss.shared);
+                if let Some(habit) = habit {
+                    self.miss += &format!("; habit={}", habit.name());
+                }
+            }
+        }
+    }
+
+    /// Writes the header. That of a batch has the sums of the prompts that are known, and how many those are.
+    fn tell(&self, headers: &mut HeaderMap) {
+        let more = match self.firsts.len() {
+            1 => self.miss.clone(),
+            all => format!("; prompts={}/{all}", self.noted),
+        };
+        if let Ok(value) = HeaderValue::from_str(&format!("hit={}/{}{more}", self.hit, self.prompt)) {
+            headers.insert("x-infernix-cache", value);
+        }
     }
 }
 
-fn add_ignored(headers: &mut HeaderMap, ignored: &[String]) {
+/// Names ignored fields to the client.
+pub(super) fn add_ignored(headers: &mut HeaderMap, ignored: &[String]) {
     if ignored.is_empty() {
         return;
     }

@@ -1,8 +1,9 @@
 //! Routes of Anthropic's protocol.
 
 use super::Client;
-use super::answer::{Answer, json_response, prepared};
+use super::answer::{Answer, add_ignored, json_response, prepared};
 use crate::app::App;
+use crate::error::ApiError;
 use crate::ids;
 use crate::messages::{self, MessagesReply};
 use crate::prepare::Caller;
@@ -28,7 +29,7 @@ pub(super) async fn messages(
         let ignored = request.turn.ignored.clone();
         let caller = Caller { key: who.key, session: who.session.as_deref(), call_prefix: "toolu_" };
         let searching = Searching::new(&request.turn, caller);
-        let plan = app.prepare(std::mem::take(&mut request.turn), caller)?;
+        let plan = app.prepare(std::mem::take(&mut request.turn), caller).map_err(in_own_words)?;
         Ok((plan, request, ignored, searching))
     };
     match prepared(&app, &headers, body, work).await {
@@ -53,6 +54,10 @@ pub(super) async fn messages(
     }
 }
 
+fn in_own_words(error: ApiError) -> ApiError {
+    error.said_as("messages", "thinking.type: disabled")
+}
+
 /// `POST /v1/messages/count_tokens`: the same prompt as `/v1/messages` makes.
 pub(super) async fn count_tokens(
     State(app): State<Arc<App>>,
@@ -62,10 +67,15 @@ pub(super) async fn count_tokens(
 ) -> Response {
     let work = |app: &App, value: Value| {
         let request = messages::parse(value, true)?;
-        Ok(app.render(&request.turn)?.ids.len())
+        let tokens = app.render(&request.turn).map_err(in_own_words)?.ids.len();
+        Ok((tokens, request.turn.ignored))
     };
     match prepared(&app, &headers, body, work).await {
-        Ok(tokens) => json_response(&json!({"input_tokens": tokens})),
+        Ok((tokens, ignored)) => {
+            let mut response = json_response(&json!({"input_tokens": tokens}));
+            add_ignored(response.headers_mut(), &ignored);
+            response
+        }
         Err(error) => {
             app.reject(&client, "count_tokens", &error);
             error.response(client.wire, &client.request_id)

@@ -1,10 +1,11 @@
 //! `POST /v1/decide`, also as `/v1/systemone`.
 
 use super::Client;
-use super::answer::{json_response, prepared};
+use super::answer::{add_ignored, json_response, prepared};
 use super::track::Track;
 use crate::app::App;
 use crate::decide;
+use crate::piece::TokenUsage;
 use crate::prepare::Caller;
 use crate::turn::Turn;
 use axum::Extension;
@@ -25,22 +26,29 @@ pub(super) async fn decide(
     let who = client.clone();
     let work = move |app: &App, value: Value| {
         let mut turn = Turn::new();
-        turn.cache.salt = value.get("cache_salt").and_then(Value::as_str).map(str::to_owned);
+        let (prepared, salt, ignored) = decide::prepare(app, value)?;
+        turn.cache.salt = salt;
         let caller = Caller { key: who.key, session: who.session.as_deref(), call_prefix: "" };
         let asker = decide::Asker { salt: app.salt(&turn, caller), session: who.session.clone() };
-        Ok((decide::prepare(app, value)?, asker))
+        Ok((prepared, asker, ignored))
     };
     match prepared(&app, &headers, body, work).await {
         Err(error) => {
             app.reject(&client, "decide", &error);
             error.response(client.wire, &client.request_id)
         }
-        Ok((prepared, asker)) => {
-            let mut track = Track::new(&app, &client, "decide", Map::new());
-            match decide::run(&app, prepared, &asker).await {
+        Ok((prepared, asker, ignored)) => {
+            let detail = Map::from_iter(crate::log::ignored(&ignored));
+            let mut track = Track::new(&app, &client, "decide", detail);
+            let mut usage = TokenUsage::default();
+            let answered = decide::run(&app, prepared, &asker, &mut usage).await;
+            track.counted(usage);
+            match answered {
                 Ok(value) => {
                     track.done();
-                    json_response(&value)
+                    let mut response = json_response(&value);
+                    add_ignored(response.headers_mut(), &ignored);
+                    response
                 }
                 Err(error) => {
                     track.failed(&error);

@@ -1,7 +1,7 @@
 //! Routes about the server itself, and the tokenizer's.
 
 use super::Client;
-use super::answer::{json_response, prepared};
+use super::answer::{add_ignored, json_response, prepared};
 use crate::app::App;
 use crate::chat;
 use crate::completions::ids;
@@ -152,16 +152,22 @@ pub(super) async fn tokenize(
             };
             tokenizer.encode(&text)?
         };
+        // Nothing is added to a text here, and an answer's opener always to a conversation.
+        fields.skip(&["add_special_tokens"]);
+        if fields.peek("add_generation_prompt") == Some(&Value::Bool(true)) {
+            fields.skip(&["add_generation_prompt"]);
+        }
         let strings = fields.bool("return_token_strs")?.unwrap_or(false).then(|| {
             let text = |id: &u32| {
                 String::from_utf8_lossy(tokenizer.token_bytes(*id).unwrap_or_default()).into_owned()
             };
             tokens.iter().map(text).collect::<Vec<_>>()
         });
-        Ok(json!({
+        let answer = json!({
             "count": tokens.len(), "max_model_len": app.engine.status().context, "tokens": tokens,
             "token_strs": strings,
-        }))
+        });
+        Ok((answer, fields.rest()))
     };
     finish(&app, &client, "tokenize", prepared(&app, &headers, body, work).await)
 }
@@ -194,14 +200,23 @@ pub(super) async fn detokenize(
         } else {
             tokenizer.decode(&ids("tokens", &list, tokenizer)?, false)
         };
-        Ok(json!({"prompt": text, "content": text}))
+        Ok((json!({"prompt": text, "content": text}), fields.rest()))
     };
     finish(&app, &client, "detokenize", prepared(&app, &headers, body, work).await)
 }
 
-fn finish(app: &App, client: &Client, route: &'static str, result: Result<Value, ApiError>) -> Response {
+fn finish(
+    app: &App,
+    client: &Client,
+    route: &'static str,
+    result: Result<(Value, Vec<String>), ApiError>,
+) -> Response {
     match result {
-        Ok(value) => json_response(&value),
+        Ok((value, ignored)) => {
+            let mut response = json_response(&value);
+            add_ignored(response.headers_mut(), &ignored);
+            response
+        }
         Err(error) => {
             app.reject(client, route, &error);
             error.response(client.wire, &client.request_id)

@@ -5,7 +5,7 @@ use super::answer::{Answer, json_response, prepared};
 use crate::app::App;
 use crate::chat::{self, ChatReply};
 use crate::completions::{self, CompletionsReply};
-use crate::decode::logprob;
+use crate::decode::{Scored, logprob};
 use crate::error::ApiError;
 use crate::generate::Generation;
 use crate::ids;
@@ -105,7 +105,7 @@ pub(super) async fn completions(
     if request.echo {
         for (i, plan) in plans.iter_mut().enumerate() {
             let tokens = match plan.prompt_logprobs {
-                Some(_) => match scores(&app, plan).await {
+                Some(_) => match scores(&app, plan, i > 0).await {
                     Ok(tokens) => tokens,
                     Err(error) => return refused(&app, &client, "completions", &error),
                 },
@@ -125,21 +125,25 @@ pub(super) async fn completions(
         .await
 }
 
-/// Log-probabilities of a prompt's tokens.
-async fn scores(app: &Arc<App>, plan: &mut Plan) -> Result<Vec<TokenLogprob>, ApiError> {
+/// Log-probabilities of a prompt's tokens; the answer to it goes on from there, and so does the scoring of the next prompt.
+async fn scores(app: &Arc<App>, plan: &mut Plan, joins: bool) -> Result<Vec<TokenLogprob>, ApiError> {
     let (n, max_tokens) = (plan.n, plan.max_tokens);
-    plan.n = 1;
-    plan.max_tokens = 0;
+    (plan.n, plan.max_tokens, plan.joins) = (1, 0, joins);
     let started = Generation::start(&app.engine, std::slice::from_ref(plan));
-    plan.n = n;
-    plan.max_tokens = max_tokens;
+    (plan.n, plan.max_tokens, plan.joins) = (n, max_tokens, true);
     let mut generation = started?;
+    let mut scored = Scored::default();
     while let Some((_, piece, _)) = generation.next().await {
-        if let Piece::Failed(error) = piece {
-            return Err(error);
+        match piece {
+            Piece::Failed(error) => return Err(error),
+            Piece::End(end) => (scored.cached, scored.times) = (end.usage.cached, end.timings),
+            _ => {}
         }
     }
-    let tokens = generation.decoder(0).map(crate::decode::Decoder::take_prompt_logprobs).unwrap_or_default();
+    let Some(decoder) = generation.decoder(0) else { return Ok(Vec::new()) };
+    scored.miss = decoder.miss().cloned().map(Box::new);
+    plan.decode.scored = Some(Arc::new(scored));
+    let tokens = decoder.take_prompt_logprobs();
     Ok(tokens.iter().map(|t| logprob(app.format.tokenizer(), t)).collect())
 }
 
@@ -156,7 +160,8 @@ pub(super) async fn responses(
         app.check_model(request.model.as_deref())?;
         let ignored = request.turn.ignored.clone();
         let searching = Searching::new(&request.turn, caller(&who));
-        let plan = app.prepare(std::mem::take(&mut request.turn), caller(&who))?;
+        let plan =
+            app.prepare(std::mem::take(&mut request.turn), caller(&who)).map_err(in_responses_words)?;
         Ok((plan, request, ignored, searching))
     };
     match prepared(&app, &headers, body, work).await {
@@ -193,6 +198,10 @@ pub(super) async fn responses(
     }
 }
 
+fn in_responses_words(error: ApiError) -> ApiError {
+    error.said_as("input", "reasoning.effort: none")
+}
+
 fn parse_responses(
     app: &App,
     client: &Client,
@@ -221,7 +230,7 @@ pub(super) async fn input_tokens(
     let work = move |app: &App, value: Value| {
         let request = parse_responses(app, &who, value)?;
         app.check_model(request.model.as_deref())?;
-        Ok(app.render(&request.turn)?.ids.len())
+        Ok(app.render(&request.turn).map_err(in_responses_words)?.ids.len())
     };
     match prepared(&app, &headers, body, work).await {
         Err(error) => refused(&app, &client, "input_tokens", &error),

@@ -5,7 +5,9 @@ use crate::app::{Active, App};
 use crate::error::ApiError;
 use crate::metrics::{Measured, Outcome};
 use crate::piece::{Piece, TokenUsage};
-use infernix_engine::cache::{Miss, MissCause};
+use crate::prepare::Plan;
+use crate::reply::Running;
+use infernix_engine::cache::{Habit, Miss, MissCause};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,7 +21,8 @@ pub(super) struct Track {
     started: Instant,
     first_token: Option<Instant>,
     last_token: Option<Instant>,
-    usage: TokenUsage,
+    /// By prompt: its tokens, and the counts of each answer to it that has begun.
+    prompts: Vec<(usize, Vec<Option<TokenUsage>>)>,
     queued: Option<f64>,
     outcome: Option<Outcome>,
 }
@@ -51,14 +54,38 @@ impl Track {
             started: Instant::now(),
             first_token: None,
             last_token: None,
-            usage: TokenUsage::default(),
+            prompts: Vec::new(),
             queued: None,
             outcome: None,
         }
     }
 
+    /// Tells what will be asked.
+    pub(super) fn asks(&mut self, plans: &[Plan]) {
+        self.prompts = plans.iter().map(|p| (p.prompt.len(), vec![None; p.n])).collect();
+    }
+
+    /// Tells the counts of a request that is not made of answers.
+    pub(super) fn counted(&mut self, usage: TokenUsage) {
+        self.prompts = vec![(usage.prompt, vec![Some(usage)])];
+    }
+
+    /// Counts so far, of an answer that is cut short, too.
+    fn usage(&self) -> TokenUsage {
+        let mut sum = TokenUsage::default();
+        for (prompt, choices) in &self.prompts {
+            let mut one = TokenUsage::default();
+            choices.iter().flatten().for_each(|c| one.add_choice(*c));
+            sum.add_prompt(TokenUsage { prompt: *prompt, ..one });
+        }
+        sum
+    }
+
     /// Notes a piece of the answer.
-    pub(super) fn piece(&mut self, piece: &Piece) {
+    pub(super) fn piece(&mut self, choice: usize, piece: &Piece, running: &Running) {
+        if let Some(slot) = self.prompts.iter_mut().flat_map(|(_, choices)| choices).nth(choice) {
+            *slot = Some(running.usage);
+        }
         match piece {
             Piece::Progress(_) => {
                 self.queued.get_or_insert_with(|| self.started.elapsed().as_secs_f64());
@@ -69,7 +96,6 @@ impl Track {
                 self.last_token = Some(now);
             }
             Piece::End(end) => {
-                self.usage.add_choice(end.usage);
                 self.fields.insert("finish".to_owned(), format!("{:?}", FinishName(&end.finish)).into());
                 self.fields.insert("timings".to_owned(), end.timings.to_json(end.usage));
                 let d = &end.diagnostics;
@@ -92,17 +118,15 @@ impl Track {
         self.outcome = Some(Outcome::Failed);
     }
 
-    /// Notes what the cache gave.
-    pub(super) fn cache(&mut self, cached: usize, miss: Option<&Miss>) {
-        self.fields.insert("cached_tokens".to_owned(), cached.into());
-        if let Some(miss) = miss {
-            let cause = cause(miss.cause);
-            self.app.metrics.miss(cause);
-            self.fields.insert(
-                "miss".to_owned(),
-                json!({"cause": cause, "shared": miss.shared, "reused": miss.reused}),
-            );
-        }
+    /// Notes why a prompt missed the cache; the line tells it of the first.
+    pub(super) fn missed(&mut self, miss: &Miss, habit: Option<Habit>) {
+        let cause = cause(miss.cause);
+        self.app.metrics.miss(cause);
+        self.fields.entry("miss").or_insert_with(|| {
+            json!({
+                "cause": cause, "shared": miss.shared, "reused": miss.reused, "habit": habit.map(Habit::name),
+            })
+        });
     }
 
     /// The answer is complete and sent.
@@ -143,11 +167,12 @@ impl std::fmt::Debug for FinishName<'_> {
 impl Drop for Track {
     fn drop(&mut self) {
         let outcome = self.outcome.unwrap_or(Outcome::Disconnected);
+        let usage = self.usage();
         let duration = self.started.elapsed().as_secs_f64();
         let since = |at: Instant| (at - self.started).as_secs_f64();
         let between = match (self.first_token, self.last_token) {
-            (Some(first), Some(last)) if self.usage.output > 1 => {
-                Some((last - first).as_secs_f64() / (self.usage.output - 1) as f64)
+            (Some(first), Some(last)) if usage.output > 1 => {
+                Some((last - first).as_secs_f64() / (usage.output - 1) as f64)
             }
             _ => None,
         };
@@ -171,9 +196,9 @@ impl Drop for Track {
                     traceparent = word("traceparent"),
                     code = word("code"),
                     finish = word("finish"),
-                    prompt = self.usage.prompt,
-                    cached = self.usage.cached,
-                    output = self.usage.output,
+                    prompt = usage.prompt,
+                    cached = usage.cached,
+                    output = usage.output,
                     seconds = rounded(duration),
                     first_token = measured.first_token.map(rounded),
                     "{}",
@@ -189,9 +214,10 @@ impl Drop for Track {
         fields.insert("outcome".to_owned(), outcome.name().into());
         fields.insert("seconds".to_owned(), duration.into());
         fields.insert("first_token_seconds".to_owned(), json!(measured.first_token));
-        fields.insert("prompt_tokens".to_owned(), self.usage.prompt.into());
-        fields.insert("output_tokens".to_owned(), self.usage.output.into());
-        fields.insert("reasoning_tokens".to_owned(), self.usage.reasoning.into());
+        fields.insert("prompt_tokens".to_owned(), usage.prompt.into());
+        fields.insert("cached_tokens".to_owned(), usage.cached.into());
+        fields.insert("output_tokens".to_owned(), usage.output.into());
+        fields.insert("reasoning_tokens".to_owned(), usage.reasoning.into());
         let kind = if outcome == Outcome::Done { "request_done" } else { "request_error" };
         self.app.log.write(kind, fields);
     }

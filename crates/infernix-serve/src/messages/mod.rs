@@ -6,7 +6,7 @@ mod signature;
 pub(crate) use reply::MessagesReply;
 
 use crate::content;
-use crate::error::{ApiError, quoted};
+use crate::error::{ApiError, THREADS_UNSUPPORTED, quoted};
 use crate::fields::{Fields, wrong};
 use crate::search;
 use crate::tools::{Function, Identity, ToolChoice, Tools};
@@ -41,6 +41,14 @@ pub(crate) struct MessagesRequest {
 pub(crate) fn parse(body: Value, count_only: bool) -> Result<MessagesRequest, ApiError> {
     let mut fields = Fields::new("", body)?;
     let mut turn = Turn::new();
+    if fields.take("thread").is_some() {
+        return Err(ApiError::at(
+            400,
+            THREADS_UNSUPPORTED,
+            "thread",
+            "conversations are not kept here; send the whole conversation without it",
+        ));
+    }
     let model = fields.string("model")?;
     if model.as_deref() == Some("") {
         return Err(ApiError::invalid("model", "must not be empty"));
@@ -56,6 +64,8 @@ pub(crate) fn parse(body: Value, count_only: bool) -> Result<MessagesRequest, Ap
     };
     turn.read_extensions(&mut fields)?;
     let omit_thinking = read_thinking(&mut fields, &mut turn)?;
+    // At the top it asks for one at the last block, which is none of the four.
+    has_breakpoint("", fields.peek("cache_control"))?;
     let mut breakpoints = 0;
     read_tools(&mut fields, &mut turn, &mut breakpoints)?;
     read_output(&mut fields, &mut turn)?;
@@ -84,14 +94,7 @@ pub(crate) fn parse(body: Value, count_only: bool) -> Result<MessagesRequest, Ap
         turn.cache.session = metadata.string("user_id")?;
     }
     let stream = fields.bool("stream")?.unwrap_or(false);
-    fields.skip(&[
-        "context_management",
-        "service_tier",
-        "cache_control",
-        "betas",
-        "container",
-        "mcp_servers",
-    ]);
+    fields.skip(&["context_management", "service_tier", "cache_control", "betas"]);
     turn.ignored.extend(fields.rest());
     turn.ignored.append(&mut turn.tools.ignored);
     Ok(MessagesRequest { turn, model, stream, omit_thinking })
@@ -127,6 +130,7 @@ fn read_thinking(fields: &mut Fields, turn: &mut Turn) -> Result<bool, ApiError>
 fn read_output(fields: &mut Fields, turn: &mut Turn) -> Result<(), ApiError> {
     if let Some(mut config) = fields.fields("output_config")? {
         if let Some(effort) = config.string("effort")? {
+            Turn::check_effort(&effort, "output_config.effort")?;
             // Effort does not turn thinking on here: `thinking` does.
             if turn.thinking == Thinking::On {
                 turn.set_effort(&effort, "output_config.effort")?;
@@ -155,7 +159,7 @@ fn read_format(mut format: Fields, turn: &mut Turn) -> Result<(), ApiError> {
 fn system(value: Option<Value>, breakpoints: &mut usize) -> Result<Option<Message>, ApiError> {
     let text = match value {
         Some(Value::Array(mut blocks)) => {
-            *breakpoints += blocks.iter().filter(|b| has_breakpoint(b)).count();
+            *breakpoints += count_breakpoints("system", &blocks)?;
             let billing =
                 blocks.first().and_then(|b| b.get("text")?.as_str()).is_some_and(|t| t.starts_with(BILLING));
             if billing {
@@ -168,14 +172,31 @@ fn system(value: Option<Value>, breakpoints: &mut usize) -> Result<Option<Messag
     Ok(text.filter(|t| !t.is_empty()).map(|t| Message::text(Role::System, t)))
 }
 
-fn has_breakpoint(block: &Value) -> bool {
-    block.get("cache_control").is_some_and(|c| !c.is_null())
+/// Whether a cache breakpoint stands at a place.
+fn has_breakpoint(path: &str, control: Option<&Value>) -> Result<bool, ApiError> {
+    let Some(control) = control.filter(|c| !c.is_null()) else { return Ok(false) };
+    let path = if path.is_empty() { "cache_control".to_owned() } else { format!("{path}.cache_control") };
+    let mut control = Fields::new(path, control.clone())?;
+    if control.word("type", &["ephemeral"])?.is_none() {
+        return Err(ApiError::at(400, "missing_required_parameter", control.path("type"), "is required"));
+    }
+    control.word("ttl", &["5m", "1h"])?;
+    Ok(true)
+}
+
+/// Cache breakpoints of blocks.
+fn count_breakpoints(path: &str, blocks: &[Value]) -> Result<usize, ApiError> {
+    let mut count = 0;
+    for (i, block) in blocks.iter().enumerate() {
+        count += usize::from(has_breakpoint(&format!("{path}[{i}]"), block.get("cache_control"))?);
+    }
+    Ok(count)
 }
 
 fn read_tools(fields: &mut Fields, turn: &mut Turn, breakpoints: &mut usize) -> Result<(), ApiError> {
     for (i, value) in fields.list("tools")?.unwrap_or_default().into_iter().enumerate() {
         let path = format!("tools[{i}]");
-        *breakpoints += usize::from(has_breakpoint(&value));
+        *breakpoints += usize::from(has_breakpoint(&path, value.get("cache_control"))?);
         let mut tool = Fields::new(&path, value)?;
         let kind = tool.string("type")?.unwrap_or_else(|| "custom".to_owned());
         if kind == "custom" {
@@ -225,7 +246,7 @@ impl Reader<'_> {
                 self.assistant(&content_path, content)
             }
             Some("system") => {
-                self.count_breakpoints(&content);
+                self.count_breakpoints(&content_path, &content)?;
                 let text = content::text(&content_path, Some(content))?.unwrap_or_default();
                 self.messages.push(Message::text(Role::System, text));
                 Ok(())
@@ -235,8 +256,11 @@ impl Reader<'_> {
         }
     }
 
-    fn count_breakpoints(&mut self, content: &Value) {
-        self.breakpoints += content.as_array().map_or(0, |b| b.iter().filter(|b| has_breakpoint(b)).count());
+    fn count_breakpoints(&mut self, path: &str, content: &Value) -> Result<(), ApiError> {
+        if let Value::Array(blocks) = content {
+            self.breakpoints += count_breakpoints(path, blocks)?;
+        }
+        Ok(())
     }
 
     fn check_open(&self, path: &str) -> Result<(), ApiError> {
@@ -255,7 +279,7 @@ impl Reader<'_> {
     }
 
     fn user(&mut self, path: &str, content: Value) -> Result<(), ApiError> {
-        self.count_breakpoints(&content);
+        self.count_breakpoints(path, &content)?;
         let blocks = match content {
             Value::Array(blocks) => blocks,
             other => {
@@ -341,7 +365,7 @@ impl Reader<'_> {
     }
 
     fn assistant(&mut self, path: &str, content: Value) -> Result<(), ApiError> {
-        self.count_breakpoints(&content);
+        self.count_breakpoints(path, &content)?;
         let Value::Array(blocks) = content else {
             let text = content::text(path, Some(content))?.unwrap_or_default();
             self.messages.push(Message::text(Role::Assistant, text));
@@ -453,6 +477,42 @@ mod tests {
         ]);
         let request = parse(with, false).expect("valid");
         assert_eq!(request.turn.messages[0].plain_text(), "Be brief.");
+    }
+
+    #[test]
+    fn what_is_not_done_here_is_refused_or_named() {
+        let ask = |name: &str, value: Value| {
+            let mut body = body(json!([{"role": "user", "content": "x"}]));
+            body[name] = value;
+            parse(body, false)
+        };
+        let named = ask("mcp_servers", json!([{"type": "url"}])).expect("valid").turn.ignored;
+        assert_eq!(
+            (named, ask("container", json!("c")).expect("valid").turn.ignored),
+            (vec!["mcp_servers".to_owned()], vec!["container".to_owned()],)
+        );
+        for (name, value, param) in [
+            ("output_config", json!({"effort": "zzz"}), "output_config.effort"),
+            ("cache_control", json!({"type": "x"}), "cache_control.type"),
+            ("cache_control", json!({"type": "ephemeral", "ttl": "9d"}), "cache_control.ttl"),
+            (
+                "system",
+                json!([{"type": "text", "text": "y", "cache_control": {}}]),
+                "system[0].cache_control.type",
+            ),
+            ("thread", json!({"type": "create"}), "thread"),
+        ] {
+            assert_eq!(ask(name, value).expect_err("refused").param.as_deref(), Some(param));
+        }
+        assert!(ask("cache_control", json!({"type": "ephemeral", "ttl": "1h"})).is_ok());
+        // What makes Anthropic's clients go on with whole histories.
+        let thread =
+            ask("thread", json!({"type": "continue", "previous_message_id": "m"})).expect_err("refused");
+        let told = thread.body(crate::error::Wire::Anthropic, "r");
+        assert_eq!(
+            (thread.status, &told["error"]["details"]["error_code"]),
+            (400, &json!("thread_unsupported_request"))
+        );
     }
 
     #[test]

@@ -78,7 +78,8 @@ function showMiss(misses, request) {
   }
   at("cause").textContent =
     (CAUSES[miss.cause] || "Cause: " + miss.cause + ".") + " Of " + miss.prompt_tokens + " tokens, " +
-    miss.shared_tokens + " agree with what was read before, and " + miss.reused_tokens + " were reused.";
+    miss.shared_tokens + " agree with what was read before, and " + miss.reused_tokens + " were reused." +
+    (miss.habit ? " Probably " + miss.habit + "." : "");
   const differs = miss.cached && miss.cached.different !== undefined && miss.prompt;
   at("texts").hidden = !differs;
   if (differs) {

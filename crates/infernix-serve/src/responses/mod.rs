@@ -70,6 +70,7 @@ pub(crate) fn parse(
         template.summary = reasoning.string("summary")?.or(reasoning.string("generate_summary")?);
         if let Some(effort) = reasoning.string("effort")? {
             turn.set_effort(&effort, "reasoning.effort")?;
+            template.effort = Some(effort).filter(|e| e == "none");
         }
     }
     turn.read_extensions(&mut fields)?;
@@ -136,7 +137,7 @@ pub(crate) fn parse(
     template.max_tokens = turn.max_tokens;
     template.temperature = turn.sampling.temperature;
     template.top_p = turn.sampling.top_p;
-    template.effort = turn.effort.clone();
+    template.effort = turn.effort.clone().or(template.effort);
     Ok(ResponsesRequest { turn, model, stream, store, input: items, encrypted: include.reasoning, template })
 }
 
@@ -356,6 +357,14 @@ mod tests {
         .expect("valid");
         assert_eq!(request.turn.tools.prompt[0].name(), "crew__spawn");
         assert_eq!(request.turn.ignored, ["tools.web_search"]);
+    }
+
+    #[test]
+    fn an_effort_of_none_is_repeated_as_it_was_sent() {
+        for (sent, told) in [("none", Some("none")), ("low", Some("low")), ("auto", None)] {
+            let request = parsed(json!({"input": "x", "reasoning": {"effort": sent}})).expect("valid");
+            assert_eq!(request.template.effort.as_deref(), told);
+        }
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Responses that can be asked for again and continued. Bounded by number and bytes, the oldest goes first; each is
 //! visible to the key that made it only.
 
-use serde_json::Value;
+use crate::content;
+use serde_json::{Value, json};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -17,11 +18,29 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// Input and output, the conversation so far.
+    /// Input and output, the conversation so far. An answer that continued a message is one turn with it.
     pub(crate) fn items(&self) -> Vec<Value> {
         let output = self.response.get("output").and_then(Value::as_array).cloned().unwrap_or_default();
-        self.input.iter().cloned().chain(output).collect()
+        let mut items = self.input.clone();
+        let mut output = output.into_iter().peekable();
+        if let (Some(begun), Some(rest)) = (items.last().and_then(answer), output.peek().and_then(answer)) {
+            let joined = begun + &rest;
+            let at = items.len() - 1;
+            items[at]["content"] = json!([{"type": "output_text", "text": joined, "annotations": []}]);
+            output.next();
+        }
+        items.extend(output);
+        items
     }
+}
+
+/// The text of an item that is a message of the assistant.
+fn answer(item: &Value) -> Option<String> {
+    let kind = item.get("type").and_then(Value::as_str).unwrap_or("message");
+    if kind != "message" || item.get("role")? != "assistant" {
+        return None;
+    }
+    content::text("content", item.get("content").cloned()).ok()?
 }
 
 #[derive(Debug, Default)]
@@ -102,7 +121,6 @@ impl Inner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     fn stored(owner: Option<usize>) -> Stored {
         Stored { owner, response: json!({"output": [1]}), input: vec![json!(0)] }
@@ -117,6 +135,24 @@ mod tests {
         assert_eq!(store.get("a", Some(0)).expect("own").items(), [json!(0), json!(1)]);
         assert!(store.remove("a", Some(0)) && !store.remove("a", Some(0)));
         assert_eq!(store.size(), (0, 0));
+    }
+
+    #[test]
+    fn an_answer_that_continued_a_message_is_one_turn_with_it() {
+        let part = |text: &str| json!([{"type": "output_text", "text": text, "annotations": []}]);
+        let output = json!([
+            {"type": "message", "role": "assistant", "content": part(" upon a time")},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        ]);
+        let items = |begun: Value| {
+            let input = vec![json!({"role": "user", "content": "x"}), begun];
+            Stored { owner: None, response: json!({"output": output}), input }.items()
+        };
+        for content in [json!("Once"), part("Once")] {
+            let items = items(json!({"role": "assistant", "content": content}));
+            assert_eq!((items.len(), &items[1]["content"]), (3, &part("Once upon a time")));
+        }
+        assert_eq!(items(json!({"role": "user", "content": "y"})).len(), 4);
     }
 
     #[test]

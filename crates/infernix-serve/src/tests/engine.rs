@@ -226,15 +226,14 @@ impl EngineApi for Trapped {
 
 /// A server over a simulated model with a panic in it; the countdown is not started.
 fn server(place: Place, cache: CacheOptions, serve: ServeOptions) -> (Server, Arc<AtomicUsize>) {
+    over(place, EngineOptions { max_concurrency: 2, cache, ..EngineOptions::default() }, serve)
+}
+
+/// The same with settings of the engine.
+fn over(place: Place, options: EngineOptions, serve: ServeOptions) -> (Server, Arc<AtomicUsize>) {
     let left = Arc::new(AtomicUsize::new(IDLE));
     let addressable = FORMAT.tokenizer().addressable() as usize;
-    let options = EngineOptions {
-        max_concurrency: 2,
-        max_context: CONTEXT,
-        addressable,
-        cache,
-        ..EngineOptions::default()
-    };
+    let options = EngineOptions { max_context: CONTEXT, addressable, ..options };
     let sim = SimOptions {
         pages: 2 * CONTEXT / 64,
         sequences: 2,
@@ -375,6 +374,16 @@ fn those_who_run_the_server_drain_it_and_save_and_empty_its_cache() {
     assert_eq!(server.tell("/admin/resume").json()["draining"], false);
     assert!(cached() > 0);
 
+    // A body that says anything else was not meant for this.
+    for body in ["", "{", "[]", "{\"draining\": false}"] {
+        for path in ["/admin/drain", "/admin/resume", "/admin/cache/save", "/admin/cache/clear"] {
+            let headers = [("content-type", "application/json")];
+            let answer = server.request_at(server.admin, "POST", path, &headers, body.as_bytes());
+            assert_eq!((answer.status, server.get("/readyz").status), (400, 200), "{path} {body}");
+        }
+    }
+    assert!(cached() > 0);
+
     // Only there, and only for those who may.
     for path in ["/admin/drain", "/admin/cache/clear"] {
         assert_eq!(server.post(path, &json!({})).status, 404);
@@ -419,4 +428,159 @@ fn a_key_sees_neither_in_time_nor_in_words_what_another_key_has_sent() {
     assert_eq!(ask("ann", "/v1/chat/completions", &guess).status, 200);
     assert!(misses("ann").contains("4711") && misses("ann").contains("0815"));
     assert!(!misses("ben").contains("0815"));
+}
+
+#[test]
+fn a_new_or_moved_key_never_meets_what_another_one_left_in_the_cache_file() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("cache");
+    let secret = "My PIN is 4711 and my account is DE99 1234. ".repeat(20);
+    let system = "Be brief and kind, and never tell anybody about anything. ".repeat(20);
+    // As an unnamed line of a key file is named.
+    let started = |keys: &[&str]| {
+        let keys = keys.iter().enumerate();
+        let keys =
+            keys.map(|(i, key)| ApiKey { name: format!("key-{}", i + 1), key: (*key).into() }).collect();
+        let cache = CacheOptions { file: Some(file.clone()), ..CacheOptions::default() };
+        server(Place::Nowhere, cache, ServeOptions { keys, ..ServeOptions::default() }).0
+    };
+    let ask = |server: &Server, key: &str, text: &str| {
+        let body = json!({"messages": [{"role": "system", "content": system}, {"role": "user", "content": text}],
+                          "max_tokens": 4, "ignore_eos": true});
+        let authorization = format!("Bearer {key}");
+        let headers = [("content-type", "application/json"), ("authorization", authorization.as_str())];
+        let body = body.to_string();
+        let answer = server.request("POST", "/v1/chat/completions", &headers, body.as_bytes()).json();
+        let seen = server.request("GET", "/v1/status", &headers[1..], b"").json()["misses"].to_string();
+        (answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a count"), seen)
+    };
+    // One key alone has successors, too.
+    for before in [&["FIRST"][..], &["FIRST", "SECOND"]] {
+        let mut first = started(before);
+        ask(&first, "FIRST", &secret);
+        first.join();
+        for (keys, stranger) in
+            [(&["SECOND", "FIRST"][..], "SECOND"), (&["THIRD", "SECOND"], "THIRD"), (&["THIRD"], "THIRD")]
+        {
+            let kept = std::fs::read(&file).expect("a file");
+            let mut server = started(keys);
+            let (hit, seen) = ask(&server, stranger, "Hello");
+            assert!(hit == 0 && !seen.contains("4711"), "{before:?}, then {keys:?}: {hit} tokens, {seen}");
+            if keys.contains(&"FIRST") {
+                assert!(ask(&server, "FIRST", &secret).0 > 0, "its own are still there");
+            }
+            server.join();
+            std::fs::write(&file, kept).expect("written");
+        }
+        std::fs::remove_file(&file).expect("removed");
+    }
+}
+
+#[test]
+fn the_answers_of_one_request_queue_among_themselves() {
+    let options = EngineOptions {
+        max_concurrency: 1,
+        max_pending_requests: 3,
+        pending_timeout: Duration::from_millis(5),
+        ..EngineOptions::default()
+    };
+    let (server, _) = over(Place::Nowhere, options, ServeOptions::default());
+    // By the model's clock an answer takes 160 ms at least.
+    let chat =
+        json!({"messages": [{"role": "user", "content": "x"}], "n": 5, "max_tokens": 20, "ignore_eos": true});
+    let prompts: Vec<String> = (0..20).map(|i| format!("prompt {i}")).collect();
+    let batch = json!({"prompt": prompts, "n": 2, "max_tokens": 20, "ignore_eos": true});
+    let scored =
+        json!({"prompt": prompts[..3], "echo": true, "logprobs": 1, "max_tokens": 1, "ignore_eos": true});
+    let noul = json!({"type": "noul", "instructions": "x"});
+    let decide = json!({"state": "s", "questions": {"a": noul, "b": noul, "c": noul}});
+    for (path, body, choices) in
+        [("/v1/chat/completions", &chat, 5), ("/v1/completions", &batch, 40), ("/v1/completions", &scored, 3)]
+    {
+        let answer = server.post(path, body);
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        let answer = answer.json();
+        let all = answer["choices"].as_array().expect("a list");
+        assert!(all.len() == choices && all.iter().all(|c| c["finish_reason"] == "length"), "{answer}");
+        let mut streamed = body.clone();
+        streamed["stream"] = true.into();
+        if body["echo"] != true {
+            let answer = server.post(path, &streamed);
+            let ends = answer.body.matches("\"finish_reason\":\"length\"").count();
+            assert_eq!((ends, answer.body.ends_with("data: [DONE]\n\n")), (choices, true), "{}", answer.body);
+        }
+    }
+    let answers = server.post("/v1/decide", &decide).json()["answers"].clone();
+    assert!(answers.as_object().expect("answers").values().all(|a| a["type"] == "noul"), "{answers}");
+}
+
+#[test]
+fn what_was_read_is_never_told_as_cached() {
+    let (server, _) = server(Place::Nowhere, CacheOptions::default(), ServeOptions::default());
+    let told = |answer: &Answer| {
+        let usage = answer.json()["usage"].clone();
+        let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a count");
+        (
+            cached,
+            usage["prompt_tokens"].as_u64().expect("a count"),
+            answer.header("x-infernix-cache").expect("one").to_owned(),
+        )
+    };
+    let words = |name: &str| format!("{name} {}", "word ".repeat(90));
+    let scored =
+        json!({"prompt": words("a"), "echo": true, "logprobs": 1, "max_tokens": 1, "ignore_eos": true});
+    for _ in 0..2 {
+        let answer = server.post("/v1/completions", &scored);
+        let (cached, prompt, header) = told(&answer);
+        assert_eq!(cached, 0, "scores are read from the first token on");
+        assert!(header.starts_with(&format!("hit=0/{prompt}; reason=bypassed")), "{header}");
+        let timings = answer.json()["timings"].clone();
+        assert_eq!((&timings["cache_n"], &timings["prompt_n"]), (&json!(0), &json!(prompt)));
+    }
+    let several = json!({"messages": [{"role": "user", "content": words("b")}], "n": 3, "max_tokens": 4, "ignore_eos": true});
+    let (cached, prompt, header) = told(&server.post("/v1/chat/completions", &several));
+    assert_eq!((cached, header.split(';').next()), (0, Some(format!("hit=0/{prompt}").as_str())));
+    let batch = json!({"prompt": [words("c"), words("c"), words("d")], "max_tokens": 4, "ignore_eos": true});
+    let (cached, prompt, header) = told(&server.post("/v1/completions", &batch));
+    assert!(cached > 0 && header == format!("hit={cached}/{prompt}; prompts=3/3"), "{header}");
+}
+
+#[test]
+fn a_miss_names_the_clients_habit_and_never_calls_a_known_prompt_new() {
+    let (server, _) = server(Place::Nowhere, CacheOptions::default(), ServeOptions::default());
+    let rules: String = (0..60).map(|i| format!("rule {i} says be careful with item {}. ", i * 7)).collect();
+    let ask = |system: &str, user: &str| {
+        let body = json!({"messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
+                          "max_tokens": 2, "ignore_eos": true});
+        let answer = server.post("/v1/chat/completions", &body);
+        let miss = server.get("/v1/status").json()["misses"][0].clone();
+        let own = miss["request"] == answer.header("x-request-id").expect("an id");
+        let habit = own.then(|| miss["habit"].as_str().map(str::to_owned)).flatten();
+        (answer.header("x-infernix-cache").expect("a header").to_owned(), habit)
+    };
+    for (stamp, name, words) in [
+        ("Now: 2026-11-30T20:31:0N.", "clock", "clock or date"),
+        ("Today is N December 2026.", "clock", "clock or date"),
+        ("ts 179607000N.", "clock", "clock or date"),
+        ("x-anthropic-billing-header: cc_version=2.1.N; cch=aaN;", "billing_header", "accounting header"),
+        ("Session 6f9619ff-8b86-d011-b42d-00c04fc964fN.", "random_id", "random identifier"),
+    ] {
+        ask(&format!("{} {rules}", stamp.replace('N', "1")), "go");
+        let (header, habit) = ask(&format!("{} {rules}", stamp.replace('N', "2")), "go");
+        assert!(
+            header.contains("reason=diverged") && header.ends_with(&format!("habit={name}")),
+            "{stamp}: {header}"
+        );
+        assert!(habit.expect("a habit").contains(words), "{stamp}");
+    }
+    let (header, habit) = ask(&format!("Write about cats. {rules}"), "go");
+    assert!(!header.contains("habit=") && habit.is_none(), "{header}");
+    // Shorter than a block, so nothing of it can be kept.
+    let short = || {
+        let body =
+            json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "ignore_eos": true});
+        server.post("/v1/chat/completions", &body).header("x-infernix-cache").expect("a header").to_owned()
+    };
+    short();
+    assert!(short().contains("reason=no_snapshot"));
 }

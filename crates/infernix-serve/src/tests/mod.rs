@@ -6,6 +6,7 @@ mod client;
 mod engine;
 mod faults;
 mod fuzz;
+mod operation;
 mod property;
 mod protocols;
 mod security;

@@ -49,6 +49,7 @@ fn options(start: Start, stops: Vec<String>, constrained: bool) -> DecodeOptions
         logprobs: true,
         prompt_tokens: 10,
         fills_context: false,
+        scored: None,
         scored_stops: Vec::new(),
         call_prefix: "call_",
         never_empty: true,
