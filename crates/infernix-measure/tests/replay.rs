@@ -108,7 +108,7 @@ fn answer(
         return write!(stream, "HTTP/1.1 500 Internal Server Error\r\ncontent-length: 4\r\n\r\noops");
     }
     write!(stream, "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")?;
-    let prompt = own.len() / 4;
+    let prompt = (own.len() / 4).max(1);
     let mut send = |v: Value| write!(stream, "data: {v}\n\n").and_then(|()| stream.flush());
     let delta = |d: Value| json!({ "id": n.to_string(), "choices": [{ "index": 0, "delta": d }] });
     send(delta(json!({ "content": "Looking" })))?;
