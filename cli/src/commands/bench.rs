@@ -437,27 +437,13 @@ impl Run<'_> {
         let once = |driver: &mut Driver<B>, test, settings| -> anyhow::Result<Measured> {
             measure(driver, test, settings, &go_on)?.context("interrupted")
         };
-        // What was measured before a failure is printed all the same.
-        let mut failure = None;
-        for test in &self.tests {
-            let m = match once(driver, *test, settings) {
-                Ok(m) => m,
-                Err(e) => {
-                    failure = Some(e);
-                    break;
-                }
-            };
+        let mut run_test = |test: &Test| -> anyhow::Result<()> {
+            let m = once(driver, *test, settings)?;
             costs(driver);
             if self.args.breakdown {
                 // A run of its own, so that neither warm-up nor depth is in it.
-                let one = Settings { repetitions: 1, warm_up: false, ..settings };
-                let single = match once(driver, Test { depth: 0, ..*test }, one) {
-                    Ok(m) => m,
-                    Err(e) => {
-                        failure = Some(e);
-                        break;
-                    }
-                };
+                let once_cold = Settings { repetitions: 1, warm_up: false, ..settings };
+                let single = once(driver, Test { depth: 0, ..*test }, once_cold)?;
                 let seconds = single.time().mean / 1e9;
                 breakdowns.push(Breakdown { test: single.test.label(), seconds, operations: costs(driver) });
             }
@@ -465,7 +451,10 @@ impl Run<'_> {
             measured.push(m);
             // Right after the load, while the clocks are those of the test.
             clocks.push(Gpu::all());
-        }
+            Ok(())
+        };
+        // What was measured before a failure is printed all the same.
+        let failure = self.tests.iter().try_for_each(&mut run_test).err();
         if let Some(what) = moved(&clocks) {
             output::warn(&format!("{what} between tests: the figures do not compare"));
             self.subject.moved = Some(what);

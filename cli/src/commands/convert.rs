@@ -158,8 +158,8 @@ pub(crate) fn with_way_on(error: anyhow::Error, target: &Path, tidy: bool) -> an
         let _ = infernix_artifact::discard_unused(target);
     }
     // What is wrong with the state itself says what to do with it, and state in use is another's.
-    let said = output::error_text(&error);
-    if state.is_dir() && !said.contains("infernix clean") && !said.contains("in use by") {
+    let told = output::error_text(&error).contains("infernix clean");
+    if state.is_dir() && !told && !super::model::is_in_use(&error) {
         output::note(&format!(
             "finished work is kept in {}: continue with --resume, or remove it with `infernix clean {}`",
             state.display(),

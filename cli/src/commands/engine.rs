@@ -10,20 +10,17 @@ use infernix_engine::backend::Backend;
 use infernix_engine::backend::cpu::{CpuBackend, CpuOptions};
 use infernix_engine::backend::cuda::{Cuda, CudaOptions, Ledger};
 use infernix_engine::backend::lossless::{Lossless, LosslessOptions};
+use infernix_engine::cache;
 use infernix_engine::driver::{Driver, DriverOptions};
 use infernix_engine::model::{ArtifactSource, LoadOptions, load};
 use infernix_engine::ngram::{NgramOptions, open_ngram};
-use infernix_engine::sched::{CacheOptions, Engine, EngineOptions, SpecMode, SpecOptions};
+use infernix_engine::sched::{CacheOptions, Engine, EngineOptions, SpecMode, SpecOptions, TRACE_START};
 use infernix_engine::state::KvFormat;
 use infernix_measure::bench::machine::free_memory;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// How a prefix cache and a trace begin.
-const CACHE_START: &[u8] = b"INFXPFXC";
-const TRACE_START: &[u8] = b"{\"infernix_trace\":";
 
 /// Work that runs on any backend.
 pub(crate) trait Task {
@@ -276,7 +273,7 @@ pub(crate) fn spare_the_model(flag: &str, path: Option<&Path>, open: &OpenModel)
 
 /// Refuses to write a trace over a file that is none.
 pub(crate) fn spare_foreign_trace(path: Option<&Path>) -> anyhow::Result<()> {
-    spare_foreign("--record-trace", path, TRACE_START)
+    spare_foreign("--record-trace", path, TRACE_START.as_bytes())
 }
 
 /// Refuses to write over a file that this program did not write: such a file begins with `own`, or is empty or zeros, which a crash leaves.
@@ -323,7 +320,7 @@ fn contradictions(sched: &SchedArgs, spec: &SpecArgs, open: &OpenModel) -> anyho
     spare_the_model("--record-trace", sched.record_trace.as_deref(), open)?;
     spare_the_model("--prefix-cache-file", sched.prefix_cache_file.as_deref(), open)?;
     spare_foreign_trace(sched.record_trace.as_deref())?;
-    spare_foreign("--prefix-cache-file", sched.prefix_cache_file.as_deref(), CACHE_START)?;
+    spare_foreign("--prefix-cache-file", sched.prefix_cache_file.as_deref(), cache::MAGIC)?;
     match (&sched.record_trace, &sched.prefix_cache_file) {
         (Some(a), Some(b)) if same(a, b) => {
             Err(usage("--record-trace and --prefix-cache-file name the same file"))
@@ -348,7 +345,7 @@ mod tests {
         let path = dir.path().join("f");
         let asked = |text: &[u8]| {
             std::fs::write(&path, text).unwrap();
-            spare_foreign("--prefix-cache-file", Some(&path), CACHE_START)
+            spare_foreign("--prefix-cache-file", Some(&path), cache::MAGIC)
         };
         for foreign in [&b"notes"[..], b"INFX", b"root:x:0:0:root"] {
             assert!(asked(foreign).is_err(), "{foreign:?}");
@@ -357,7 +354,7 @@ mod tests {
             assert!(asked(own).is_ok(), "{own:?}");
         }
         std::fs::remove_file(&path).unwrap();
-        assert!(spare_foreign("--prefix-cache-file", Some(&path), CACHE_START).is_ok());
+        assert!(spare_foreign("--prefix-cache-file", Some(&path), cache::MAGIC).is_ok());
         std::fs::write(&path, b"{\"infernix_trace\":1,").unwrap();
         assert!(spare_foreign_trace(Some(&path)).is_ok());
     }

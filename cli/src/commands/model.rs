@@ -107,7 +107,8 @@ fn resolve(path: &Path, yes: bool, progress: ProgressMode) -> anyhow::Result<Pat
     }
 }
 
-fn is_in_use(e: &anyhow::Error) -> bool {
+/// Whether another process holds the lock of the work that failed.
+pub(crate) fn is_in_use(e: &anyhow::Error) -> bool {
     matches!(e.downcast_ref(), Some(ConvertError::Artifact(ArtifactError::Locked { .. })))
 }
 

@@ -408,21 +408,10 @@ fn a_run_that_finishes_nothing_leaves_nothing() {
     o.save_reference = Some(dir.path().join("a.ref"));
     o.save_base = Some(dir.path().join("a.kld"));
     o.top_k = 9;
-    struct Broken;
-    impl LogitsSource for Broken {
-        fn vocab(&self) -> usize {
-            VOCAB
-        }
-        fn describe(&self) -> Value {
-            Value::Null
-        }
-        fn rows(&mut self, _: &Call<'_>, sink: &mut Sink<'_>) -> Result<()> {
-            sink(0, &[f32::NAN; VOCAB])
-        }
-    }
+    let mut broken = Played(vec![vec![f32::NAN; VOCAB]], 0);
     let tests = || vec![test("broken", 1, Path::Decode, None)];
     let names = || std::fs::read_dir(dir.path()).unwrap().count();
-    let e = run(&o, &mut [&mut toy(0.0), &mut Broken], tests()).unwrap_err().to_string();
+    let e = run(&o, &mut [&mut toy(0.0), &mut broken], tests()).unwrap_err().to_string();
     assert!(e.contains("broken (decode): row 0 of chunk 0") && e.contains("id 0 is NaN"), "{e}");
     assert_eq!(names(), 0);
     // A name that is taken is seen before the state is made.

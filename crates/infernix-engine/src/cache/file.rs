@@ -14,7 +14,8 @@ use std::fs::File;
 use std::io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
-const MAGIC: &[u8; 8] = b"INFXPFXC";
+/// How a cache file begins.
+pub const MAGIC: &[u8; 8] = b"INFXPFXC";
 const VERSION: u32 = 2;
 /// A block's parent is a root: the root's number follows.
 const ROOT: u64 = 1 << 63;

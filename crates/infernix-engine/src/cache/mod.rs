@@ -12,6 +12,7 @@ mod habit;
 mod miss;
 mod tree;
 
+pub use file::MAGIC;
 pub(crate) use future::Future;
 pub use habit::{Habit, habit};
 pub use miss::{Excerpt, Miss, MissCause};

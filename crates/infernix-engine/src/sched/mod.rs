@@ -25,6 +25,7 @@ pub use options::{CacheOptions, EngineOptions, SpecMode, SpecOptions};
 pub use runner::{Limits, Runner};
 pub use scheduler::Scheduler;
 pub use scripted::{Script, ScriptedEngine};
+pub use trace::TRACE_START;
 
 /// Why an engine stopped that was asked to.
 const SHUT_DOWN: &str = "shut down";

@@ -22,6 +22,8 @@ use std::time::Duration;
 
 /// Version of the lines.
 pub(crate) const VERSION: u64 = 1;
+/// How a trace of any version begins.
+pub const TRACE_START: &str = "{\"infernix_trace\":";
 
 /// Writes a trace. A write that fails ends the recording; requests go on, and the end of the recording says so.
 pub(crate) struct Recorder {
@@ -186,7 +188,8 @@ mod tests {
             let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
             assert_eq!(mode & 0o777, 0o600);
         }
-        assert!(std::fs::read_to_string(&path).unwrap().starts_with("{\"infernix_trace\":1,"));
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(text.starts_with("{\"infernix_trace\":1,") && text.starts_with(TRACE_START));
         assert!(Recorder::create(folder.path(), &limits(), true).is_err(), "a folder is no file");
     }
 }

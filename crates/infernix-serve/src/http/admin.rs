@@ -23,12 +23,12 @@ pub(super) async fn drain(
     headers: HeaderMap,
     body: Body,
 ) -> Response {
-    if let Err(error) = order(&app, &headers, body).await {
-        return error.response(client.wire, &client.request_id);
-    }
-    app.set_draining(true);
-    tracing::info!("draining: new requests are refused");
-    json_response(&json!({"draining": true, "active_requests": app.active_requests()}))
+    obeyed(&app, &client, &headers, body, async {
+        app.set_draining(true);
+        tracing::info!("draining: new requests are refused");
+        json_response(&json!({"draining": true, "active_requests": app.active_requests()}))
+    })
+    .await
 }
 
 /// `POST /admin/resume`: takes requests again, unless the server is being stopped.
@@ -38,12 +38,12 @@ pub(super) async fn resume(
     headers: HeaderMap,
     body: Body,
 ) -> Response {
-    if let Err(error) = order(&app, &headers, body).await {
-        return error.response(client.wire, &client.request_id);
-    }
-    app.set_draining(false);
-    tracing::info!("taking requests");
-    json_response(&json!({"draining": app.draining(), "active_requests": app.active_requests()}))
+    obeyed(&app, &client, &headers, body, async {
+        app.set_draining(false);
+        tracing::info!("taking requests");
+        json_response(&json!({"draining": app.draining(), "active_requests": app.active_requests()}))
+    })
+    .await
 }
 
 /// `POST /admin/cache/save`.
@@ -53,10 +53,7 @@ pub(super) async fn save_cache(
     headers: HeaderMap,
     body: Body,
 ) -> Response {
-    match order(&app, &headers, body).await {
-        Ok(()) => cache(&app, &client, CacheOrder::Save, "saved").await,
-        Err(error) => error.response(client.wire, &client.request_id),
-    }
+    obeyed(&app, &client, &headers, body, cache(&app, &client, CacheOrder::Save, "saved")).await
 }
 
 /// `POST /admin/cache/clear`.
@@ -66,18 +63,25 @@ pub(super) async fn clear_cache(
     headers: HeaderMap,
     body: Body,
 ) -> Response {
-    match order(&app, &headers, body).await {
-        Ok(()) => cache(&app, &client, CacheOrder::Clear, "dropped").await,
-        Err(error) => error.response(client.wire, &client.request_id),
-    }
+    obeyed(&app, &client, &headers, body, cache(&app, &client, CacheOrder::Clear, "dropped")).await
 }
 
-/// Nothing can be said beside the order itself: a body that says more, or is broken, was meant for something else.
-async fn order(app: &App, headers: &HeaderMap, body: Body) -> Result<(), ApiError> {
-    match body::json(app, headers, body).await? {
-        Value::Object(map) if map.is_empty() => Ok(()),
-        _ => Err(ApiError::new(400, "invalid_value", "the body must be {}")),
-    }
+/// Does what was ordered. Nothing can be said beside the order itself: a body that says more, or is broken, was meant for
+/// something else.
+async fn obeyed(
+    app: &App,
+    client: &Client,
+    headers: &HeaderMap,
+    body: Body,
+    act: impl Future<Output = Response>,
+) -> Response {
+    let empty = |v: &Value| v.as_object().is_some_and(serde_json::Map::is_empty);
+    let error = match body::json(app, headers, body).await {
+        Ok(value) if empty(&value) => return act.await,
+        Ok(_) => ApiError::new(400, "invalid_value", "the body must be {}"),
+        Err(error) => error,
+    };
+    error.response(client.wire, &client.request_id)
 }
 
 async fn cache(app: &App, client: &Client, order: CacheOrder, word: &str) -> Response {

@@ -199,7 +199,7 @@ impl CacheNotes {
 }
 
 /// Names ignored fields to the client.
-pub(super) fn add_ignored(headers: &mut HeaderMap, ignored: &[String]) {
+fn add_ignored(headers: &mut HeaderMap, ignored: &[String]) {
     if ignored.is_empty() {
         return;
     }
@@ -221,6 +221,13 @@ pub(super) fn add_ignored(headers: &mut HeaderMap, ignored: &[String]) {
 pub(super) fn json_response(value: &Value) -> Response {
     let mut response = Response::new(Body::from(value.to_string()));
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+/// A JSON response that names ignored fields.
+pub(super) fn json_ignoring(value: &Value, ignored: &[String]) -> Response {
+    let mut response = json_response(value);
+    add_ignored(response.headers_mut(), ignored);
     response
 }
 

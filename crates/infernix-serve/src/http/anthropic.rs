@@ -1,7 +1,7 @@
 //! Routes of Anthropic's protocol.
 
 use super::Client;
-use super::answer::{Answer, add_ignored, json_response, prepared};
+use super::answer::{Answer, json_ignoring, prepared};
 use crate::app::App;
 use crate::error::ApiError;
 use crate::ids;
@@ -71,11 +71,7 @@ pub(super) async fn count_tokens(
         Ok((tokens, request.turn.ignored))
     };
     match prepared(&app, &headers, body, work).await {
-        Ok((tokens, ignored)) => {
-            let mut response = json_response(&json!({"input_tokens": tokens}));
-            add_ignored(response.headers_mut(), &ignored);
-            response
-        }
+        Ok((tokens, ignored)) => json_ignoring(&json!({"input_tokens": tokens}), &ignored),
         Err(error) => {
             app.reject(&client, "count_tokens", &error);
             error.response(client.wire, &client.request_id)

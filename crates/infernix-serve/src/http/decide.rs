@@ -1,7 +1,7 @@
 //! `POST /v1/decide`, also as `/v1/systemone`.
 
 use super::Client;
-use super::answer::{add_ignored, json_response, prepared};
+use super::answer::{json_ignoring, prepared};
 use super::track::Track;
 use crate::app::App;
 use crate::decide;
@@ -46,9 +46,7 @@ pub(super) async fn decide(
             match answered {
                 Ok(value) => {
                     track.done();
-                    let mut response = json_response(&value);
-                    add_ignored(response.headers_mut(), &ignored);
-                    response
+                    json_ignoring(&value, &ignored)
                 }
                 Err(error) => {
                     track.failed(&error);

@@ -1,7 +1,7 @@
 //! Routes about the server itself, and the tokenizer's.
 
 use super::Client;
-use super::answer::{add_ignored, json_response, prepared};
+use super::answer::{json_ignoring, json_response, prepared};
 use crate::app::App;
 use crate::chat;
 use crate::completions::ids;
@@ -212,11 +212,7 @@ fn finish(
     result: Result<(Value, Vec<String>), ApiError>,
 ) -> Response {
     match result {
-        Ok((value, ignored)) => {
-            let mut response = json_response(&value);
-            add_ignored(response.headers_mut(), &ignored);
-            response
-        }
+        Ok((value, ignored)) => json_ignoring(&value, &ignored),
         Err(error) => {
             app.reject(client, route, &error);
             error.response(client.wire, &client.request_id)
