@@ -183,7 +183,9 @@ pub(crate) fn call_rules(tools: &Tools) -> Option<CallRules> {
         .filter(|tool| names.is_none_or(|names| names.iter().any(|n| n == tool.name())))
         .map(rule)
         .collect();
-    Some(CallRules { tools: rules, choice, parallel: parallel && tools.parallel, frame: tools.frame })
+    // A list of what may be called is enforced whether or not more is asked for.
+    let frame = tools.frame || matches!(tools.choice, ToolChoice::Allowed(_));
+    Some(CallRules { tools: rules, choice, parallel: parallel && tools.parallel, frame })
 }
 
 /// Whether at least a quarter of the last words stand in passages that came several times.

@@ -41,6 +41,8 @@ pub(crate) struct DecodeOptions {
     pub(crate) call_prefix: &'static str,
     /// An answer of nothing gets a newline, because clients take an empty turn for a fault.
     pub(crate) never_empty: bool,
+    /// Calls only: what is no call is the beginning of one.
+    pub(crate) calls_only: bool,
 }
 
 /// The reading of a prompt for its log-probabilities.
@@ -350,14 +352,16 @@ impl Decoder {
         self.ended = true;
         let diagnostics = self.parser.diagnostics();
         // The markup of a call that was cut is given as text where nothing of the call could be.
+        let cut = matches!(finish, Finish::Length | Finish::Context);
         let called =
-            self.calls > 0 || diagnostics.marker_seen && matches!(finish, Finish::Length | Finish::Context);
+            self.calls > 0 || diagnostics.marker_seen && cut || self.options.calls_only && self.wrote;
         let branch = match (called, self.wrote) {
             (true, _) => "tools",
             (false, true) => "content",
             (false, false) => "undecided",
         };
-        let complete = matches!(finish, Finish::Stop | Finish::Calls) && branch != "undecided";
+        let whole = branch == "content" || self.calls > 0;
+        let complete = matches!(finish, Finish::Stop | Finish::Calls) && whole;
         out.push(Piece::End(Box::new(End {
             finish,
             constraint: self.options.observed.then_some(Observed { branch, complete }),

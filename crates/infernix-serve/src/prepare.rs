@@ -6,6 +6,7 @@ use crate::decode::DecodeOptions;
 use crate::error::ApiError;
 use crate::ids;
 use crate::options::ReasoningLoop;
+use crate::tools::ToolChoice;
 use crate::turn::{Thinking, Turn};
 use infernix_engine::sample::SamplerOptions;
 use infernix_engine::sched::{CacheHints, Request};
@@ -176,6 +177,7 @@ impl App {
             scored_stops: Vec::new(),
             call_prefix: caller.call_prefix,
             never_empty: max_tokens > 0,
+            calls_only: matches!(turn.tools.choice, ToolChoice::Required | ToolChoice::Named { .. }),
         };
         Ok(Plan {
             sampling,
@@ -236,9 +238,10 @@ impl App {
         if let Some(tokens) =
             turn.thinking_budget.or(self.options.default_thinking_budget).filter(|_| reasons)
         {
+            // The message and a token of the answer always fit: the reasoning ends earlier where it has to.
             let needed = self.format.tokenizer().encode(&closing)?.len() + 1;
             if needed <= max_tokens {
-                budget = Some(tokens);
+                budget = Some(tokens.min(max_tokens - needed));
             } else if turn.thinking_budget.is_some() {
                 return Err(ApiError::new(
                     400,

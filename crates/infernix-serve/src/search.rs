@@ -7,7 +7,7 @@ use crate::generate::Generation;
 use crate::piece::{Finish, Found, Piece, TokenUsage};
 use crate::prepare::{Caller, Plan};
 use crate::reply::Running;
-use crate::tools::{Call, Function, Identity, Tools};
+use crate::tools::{Call, Function, Identity, ToolChoice, Tools};
 use crate::turn::Turn;
 use infernix_text::tools::{FOUND, ToolIndex, found_text, search_function};
 use infernix_text::{Content, Message, Role, Tool, ToolCall};
@@ -140,6 +140,10 @@ impl Searching {
         let caller =
             Caller { key: self.key, session: self.session.as_deref(), call_prefix: self.call_prefix };
         let mut turn = self.turn.clone();
+        // A call that was demanded has been made.
+        if matches!(turn.tools.choice, ToolChoice::Required | ToolChoice::Named { .. }) {
+            turn.tools.choice = ToolChoice::Auto;
+        }
         let most = turn.max_tokens.unwrap_or(app.options.default_max_tokens);
         turn.max_tokens = Some(most.saturating_sub(self.spent.output));
         let mut plan = app.prepare(turn, caller)?;

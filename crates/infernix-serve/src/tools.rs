@@ -62,6 +62,21 @@ pub(crate) enum ToolChoice {
     Allowed(Vec<String>),
 }
 
+impl ToolChoice {
+    /// Text, or calls of these only; of none, text.
+    pub(crate) fn allowed(names: Vec<String>) -> Self {
+        if names.is_empty() { Self::None } else { Self::Allowed(names) }
+    }
+
+    /// The only tools that may be called, where they are named.
+    pub(crate) fn names(&self) -> Option<&[String]> {
+        match self {
+            Self::Named { names, .. } | Self::Allowed(names) => Some(names),
+            Self::Auto | Self::None | Self::Required => None,
+        }
+    }
+}
+
 /// The tools of a request.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Tools {
@@ -102,12 +117,15 @@ impl Tools {
         self.choice != ToolChoice::None && !self.identities.is_empty()
     }
 
-    /// Every declared function, for reading calls; empty where no call may be made.
+    /// Every function that may be called, for reading calls; empty where no call may be made.
     pub(crate) fn set(&self) -> ToolSet {
         if !self.callable() {
             return ToolSet::default();
         }
-        ToolSet::new(self.prompt.iter().chain(&self.deferred).chain(&self.found))
+        let names = self.choice.names();
+        let may = |tool: &&Tool| names.is_none_or(|names| names.iter().any(|n| n == tool.name()));
+        ToolSet::new(self.prompt.iter().chain(&self.deferred).chain(&self.found).filter(may))
+            .strict(&self.strict)
     }
 
     /// What a called name is on the wire. An undeclared one (tolerated for the client to judge) is a function.
@@ -263,13 +281,13 @@ impl Function {
     pub(crate) fn free_form(path: &str, fields: &mut Fields) -> Result<Self, ApiError> {
         let form = input_form(fields)?;
         let input = match &form {
-            Some(InputForm::Lark(grammar)) => {
+            InputForm::Lark(grammar) => {
                 format!("The whole input as free text, in the form of this grammar:\n{grammar}")
             }
-            Some(InputForm::Regex(expression)) => {
+            InputForm::Regex(expression) => {
                 format!("The whole input as free text, which matches this expression:\n{expression}")
             }
-            None => "The whole input as free text.".to_owned(),
+            InputForm::Any => "The whole input as free text.".to_owned(),
         };
         let parameters = json!({
             "type": "object",
@@ -283,7 +301,7 @@ impl Function {
             parameters: Some(parameters),
             strict: false,
             deferred: fields.bool("defer_loading")?.unwrap_or(false),
-            form,
+            form: Some(form),
         })
     }
 
@@ -305,20 +323,20 @@ impl Function {
 }
 
 /// `format` of a free-form tool: Responses has `syntax` and `definition` in it, Chat one level deeper.
-fn input_form(fields: &mut Fields) -> Result<Option<InputForm>, ApiError> {
-    let Some(mut format) = fields.fields("format")? else { return Ok(None) };
+fn input_form(fields: &mut Fields) -> Result<InputForm, ApiError> {
+    let Some(mut format) = fields.fields("format")? else { return Ok(InputForm::Any) };
     if format.word("type", &["text", "grammar"])? != Some("grammar") {
-        return Ok(None);
+        return Ok(InputForm::Any);
     }
     let mut grammar = match format.fields("grammar")? {
         Some(inner) => inner,
         None => format,
     };
     let definition = grammar.need_string("definition")?;
-    Ok(Some(match grammar.word("syntax", &["lark", "regex"])? {
+    Ok(match grammar.word("syntax", &["lark", "regex"])? {
         Some("regex") => InputForm::Regex(definition),
         _ => InputForm::Lark(definition),
-    }))
+    })
 }
 
 /// A call as the wire shows it.
@@ -344,12 +362,15 @@ impl Call {
         }
     }
 
-    /// Free text of a custom call.
+    /// Free text of a custom call. Without constraints the model may give its only argument another name, or several:
+    /// nothing of them is lost.
     pub(crate) fn input(&self) -> String {
-        match self.arguments.get(INPUT) {
+        let only = self.arguments.values().next().filter(|_| self.arguments.len() == 1);
+        match self.arguments.get(INPUT).or(only) {
             Some(Value::String(text)) => text.clone(),
             Some(other) => other.to_string(),
-            None => String::new(),
+            None if self.arguments.is_empty() => String::new(),
+            None => self.json.clone(),
         }
     }
 }
@@ -397,10 +418,34 @@ mod tests {
         assert_eq!(read(flat), Ok(lark));
         let regex = json!({"type": "grammar", "syntax": "regex", "definition": "a+"});
         assert_eq!(read(regex), Ok(Some(InputForm::Regex("a+".into()))));
-        assert_eq!(read(json!({"type": "text"})), Ok(None));
+        assert_eq!(read(json!({"type": "text"})), Ok(Some(InputForm::Any)));
         for bad in [json!({"type": "picture"}), json!({"type": "grammar"}), json!("lark")] {
             assert!(read(bad.clone()).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn no_text_of_a_custom_call_is_lost() {
+        let input = |arguments: Value| {
+            let arguments = arguments.as_object().cloned().expect("an object");
+            let call = ParsedCall { name: "t".into(), arguments };
+            Call::new("c".into(), &Arc::new(Tools::new()), &call).input()
+        };
+        assert_eq!(input(json!({"input": "x", "path": "y"})), "x");
+        assert_eq!(input(json!({"path": "y"})), "y");
+        assert_eq!(input(json!({"a": "x", "b": 1})), r#"{"a": "x", "b": 1}"#);
+        assert_eq!(input(json!({})), "");
+    }
+
+    #[test]
+    fn tools_that_a_choice_leaves_out_cannot_be_called() {
+        let mut tools = Tools::new();
+        for name in ["f", "g"] {
+            tools.function(function(name), Identity::Custom { name: name.into() }).expect("valid");
+        }
+        tools.choice = ToolChoice::allowed(vec!["g".into()]);
+        assert!(tools.set().declares("g") && !tools.set().declares("f"));
+        assert_eq!(ToolChoice::allowed(Vec::new()), ToolChoice::None);
     }
 
     #[test]

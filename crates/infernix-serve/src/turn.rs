@@ -200,7 +200,7 @@ impl Turn {
         self.preserve_thinking = fields.bool("preserve_thinking")?;
         for name in ["thinking_budget", "thinking_budget_tokens"] {
             if let Some(budget) = fields.count(name)? {
-                self.thinking_budget = Some(budget);
+                self.set_budget(budget, name)?;
             }
         }
         if let Some(mode) = fields.word("tool_constraints", &["basic", "auto"])? {
@@ -286,6 +286,19 @@ impl Turn {
         Ok(())
     }
 
+    /// A thinking budget; two that differ contradict each other.
+    pub(crate) fn set_budget(&mut self, budget: usize, path: &str) -> Result<(), ApiError> {
+        match self.thinking_budget.replace(budget) {
+            Some(other) if other != budget => Err(ApiError::at(
+                400,
+                "conflicting_template_option",
+                path,
+                format!("is {budget}, but another field of the request sets the thinking budget to {other}"),
+            )),
+            _ => Ok(()),
+        }
+    }
+
     /// An effort word: `none` turns reasoning off, any other one turns it on.
     pub(crate) fn set_effort(&mut self, effort: &str, path: &str) -> Result<(), ApiError> {
         match effort {
@@ -361,6 +374,17 @@ mod tests {
         ] {
             assert_eq!(read(body).expect_err("refused").param.as_deref(), Some(param));
         }
+    }
+
+    #[test]
+    fn budgets_that_contradict_each_other_are_refused() {
+        assert!(read(json!({"thinking_budget": 5, "thinking_budget_tokens": 5})).is_ok());
+        let error =
+            read(json!({"thinking_budget": 5, "thinking_budget_tokens": 2})).expect_err("contradiction");
+        assert_eq!(
+            (error.code, error.param.as_deref()),
+            ("conflicting_template_option", Some("thinking_budget_tokens"))
+        );
     }
 
     #[test]

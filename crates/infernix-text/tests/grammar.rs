@@ -180,6 +180,26 @@ ws ::= | " " | "\n" [ \t]{0,20}
 }
 
 #[test]
+fn an_answer_is_never_empty() {
+    let compiler = compiler();
+    for form in [Answer::Regex("[ab]*".into()), Answer::Gbnf("root ::= \"a\" root | \"\"".into())] {
+        let mut guide = answer(&compiler, &form).guide(GuideOptions::default());
+        let stop = FORMAT.stop_ids()[0];
+        let mut words = FORMAT.tokenizer().vocabulary_mask(FORMAT.tokenizer().addressable() as usize);
+        guide.mask(&mut words).expect("masks");
+        assert!(words[stop as usize / 32] >> (stop % 32) & 1 == 0 && guide.accept(stop).is_err(), "{form:?}");
+        guide.accept(bytewise("a")[0]).expect("fits");
+        guide.accept(stop).expect("may end");
+    }
+    for form in
+        [Answer::Regex("^$".into()), Answer::Regex(String::new()), Answer::Gbnf("root ::= \"\"".into())]
+    {
+        let error = compiler.compile(Some(&form), None).expect_err("refused");
+        assert!(error.message.contains("only the empty text"), "{form:?}: {error}");
+    }
+}
+
+#[test]
 fn choices_are_whole() {
     let list = ["red", "reddish", "verde", "red"].map(str::to_owned).to_vec();
     let grammar = answer(&compiler(), &Answer::Choice(list));
@@ -637,6 +657,218 @@ fn random_free_form_calls_parse_into_texts_of_their_grammar() {
         }
     }
     assert!(seen > 30, "only {seen} calls came to an end");
+}
+
+/// A tool with one required member of this schema, strict and demanded.
+fn strict_member(name: &str, member: Value) -> Result<(Arc<Grammar>, ToolSet), String> {
+    let parameters = json!({"type": "object", "properties": {name: member, "z": {"type": "boolean"}},
+        "required": [name], "additionalProperties": false});
+    let set = ToolSet::new([&Tool::function("f", "", parameters.clone())]).strict([&"f".to_owned()]);
+    let tools = vec![ToolRule { name: "f".into(), parameters, strict: true, input: None }];
+    let rules = CallRules { tools, choice: Choice::Required, parallel: false, frame: true };
+    compiler().compile(None, Some(&rules)).map(|grammar| (grammar, set)).map_err(|e| e.to_string())
+}
+
+/// The arguments of the call that an output is.
+fn arguments(set: &ToolSet, text: &str) -> serde_json::Map<String, Value> {
+    let options =
+        OutputOptions { start: Start::Content, tools: Arc::new(set.clone()), ..OutputOptions::default() };
+    let mut parser = OutputParser::new(options);
+    let mut events = parser.push(text);
+    events.extend(parser.finish());
+    match events.as_slice() {
+        [Event::Call(call)] => call.arguments.clone(),
+        other => panic!("not one call: {other:?} of {text:?}"),
+    }
+}
+
+#[test]
+fn a_text_with_a_length_is_held_for_one_request_as_for_the_next() {
+    let dense = "<parameter=a>\n".repeat(4) + "\n</parameter>\n<".repeat(9).as_str();
+    for member in [
+        json!({"maxLength": 200}),
+        json!({"maxLength": 2000}),
+        json!({"minLength": 100}),
+        json!({"minLength": 128, "maxLength": 3000}),
+        json!({"minLength": 1000, "maxLength": 30_000}),
+        json!({"pattern": "^(.|\\n){0,800}$"}),
+        json!({"pattern": "^[a-z ]*<.*$", "minLength": 20, "maxLength": 90}),
+    ] {
+        let mut schema = member.clone();
+        schema["type"] = json!("string");
+        let (grammar, set) = strict_member("a", schema).expect("compiles");
+        for (round, body) in ["", "ab <b", &dense, "</parameter>\n", ""].into_iter().enumerate() {
+            // As much of the text as may come, then at random to the end: no mask fails, whatever others have written.
+            let mut guide = grammar.guide(GuideOptions::default());
+            let mut ids = Vec::new();
+            for id in bytewise(&format!("<tool_call>\n<function=f>\n<parameter=a>\n{body}")) {
+                let mut words = FORMAT.tokenizer().vocabulary_mask(FORMAT.tokenizer().addressable() as usize);
+                guide.mask(&mut words).unwrap_or_else(|e| panic!("{member} {round}: {e}"));
+                if guide.accept(id).is_err() {
+                    break;
+                }
+                ids.push(id);
+            }
+            let mut random = Random(31 + round as u64);
+            let Some(rest) = walk_on(&mut guide, &mut random, 700) else { continue };
+            let text = FORMAT.tokenizer().decode(&ids, false) + &rest;
+            let value = arguments(&set, &text)["a"].as_str().expect("a text").chars().count() as u64;
+            assert!(member["minLength"].as_u64().is_none_or(|n| n <= value), "{member}: {text:?}");
+            assert!(member["maxLength"].as_u64().is_none_or(|n| n >= value), "{member}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn a_closing_tag_ends_a_strict_text_where_the_reader_ends_it() {
+    let call = |text: &str| {
+        format!("<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>")
+    };
+    for (member, good, bad) in [
+        (
+            json!({"type": "string"}),
+            vec!["", "x </parameter> y", "</parameter>x", "a\n</parameter>\nb"],
+            vec!["x</parameter>", "x\n</parameter>\n"],
+        ),
+        (
+            json!({"type": "string", "maxLength": 20}),
+            vec!["", "12345678901234567890", "\n"],
+            vec!["123456789012345678901"],
+        ),
+        (
+            json!({"type": "string", "minLength": 1}),
+            vec!["a", "\n", "x</parameter> y"],
+            vec!["", "x</parameter>", "x\n</parameter>"],
+        ),
+        (json!({"type": "string", "pattern": "^[a-c]+$"}), vec!["abc"], vec!["", "abd", "a\n"]),
+        (
+            json!({"enum": ["a", "a\n", "\nb", "12", "x</parameter>y"]}),
+            vec!["a", "a\n", "\nb", "12", "x</parameter>y"],
+            vec!["", "b"],
+        ),
+        (
+            json!({"type": "string", "enum": ["a", "bb", "ccc"], "minLength": 2, "pattern": "^b"}),
+            vec!["bb"],
+            vec!["a", "ccc"],
+        ),
+        (json!({"const": "7"}), vec!["7"], vec!["8"]),
+    ] {
+        let (grammar, set) = strict_member("a", member.clone()).expect("compiles");
+        for text in good {
+            assert!(fits(&grammar, &call(text)), "{member} {text:?}");
+            assert_eq!(arguments(&set, &call(text))["a"], text, "{member}");
+        }
+        for text in bad {
+            assert!(!fits(&grammar, &call(text)), "{member} {text:?}");
+        }
+        let early = "</parameter>\n</function>\n</tool_call>\n</parameter>\n</function>\n</tool_call>";
+        assert!(!fits(&grammar, &call(early)), "{member}");
+    }
+    for (member, why) in [
+        (json!({"type": "string", "pattern": "^a\n</parameter>\n<b$"}), "no text fits"),
+        (json!({"type": "string", "pattern": "^[a-c]{3}$", "minLength": 4}), "no text fits"),
+        (json!({"type": "string", "enum": ["</parameter>\n</function>"]}), "no text fits"),
+        (json!({"type": "string", "minLength": 1001}), "at most 1000"),
+        (json!({"enum": ["a", 1]}), "either text or not"),
+    ] {
+        let error = strict_member("a", member.clone()).err().unwrap_or_else(|| panic!("{member} compiles"));
+        assert!(error.contains(why), "{member}: {error}");
+    }
+    assert!(strict_member("a", json!({"type": "string", "pattern": "^[a-c]*$", "minLength": 1001})).is_ok());
+}
+
+#[test]
+fn the_word_null_of_a_strict_text_that_may_be_null_is_null() {
+    let call = |text: &str| {
+        format!("<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>")
+    };
+    for (text, good, bad) in [
+        (json!({"type": "string"}), "x\ny", None),
+        (json!({"type": "string", "maxLength": 2}), "xy", Some("xyz")),
+        (json!({"type": "string", "pattern": "^[a-c]+$"}), "abc", Some("nul")),
+        (json!({"type": "string", "minLength": 5}), "abcde", Some("abcd")),
+        (json!({"type": "string", "enum": ["a", "b"]}), "a", Some("c")),
+    ] {
+        for union in [json!({"anyOf": [text, {"type": "null"}]}), json!({"oneOf": [{"type": "null"}, text]})]
+        {
+            let (grammar, set) = strict_member("a", union.clone()).expect("compiles");
+            assert!(fits(&grammar, &call("null")) && fits(&grammar, &call(good)), "{union}");
+            assert_eq!(arguments(&set, &call("null"))["a"], Value::Null, "{union}");
+            assert_eq!(arguments(&set, &call(good))["a"], good, "{union}");
+            assert!(bad.is_none_or(|bad| !fits(&grammar, &call(bad))), "{union}");
+        }
+    }
+    let (grammar, set) = strict_member("a", json!({"type": ["null", "string"]})).expect("compiles");
+    assert!(fits(&grammar, &call("null")) && fits(&grammar, &call("nullable")));
+    assert_eq!(arguments(&set, &call("nullable"))["a"], "nullable");
+    assert!(strict_member("a", json!({"type": ["string", "integer"]})).is_err());
+}
+
+#[test]
+fn every_name_that_a_strict_tool_may_declare_is_read_back() {
+    for name in ["a b", " a", "a ", "a\tb", "日 本", "\"a\"", "'a'", "name", "a=\"b\"", "é"] {
+        let (grammar, set) = strict_member(name, json!({"type": "boolean"})).expect("compiles");
+        let text = format!(
+            "<tool_call>\n<function=f>\n<parameter={name}>\ntrue\n</parameter>\n</function>\n</tool_call>"
+        );
+        assert!(fits(&grammar, &text), "{name:?}");
+        assert_eq!(arguments(&set, &text).get(name), Some(&json!(true)), "{name:?}");
+        // However the output is cut.
+        let options = OutputOptions { tools: Arc::new(set.clone()), ..OutputOptions::default() };
+        let mut parser = OutputParser::new(options);
+        let mut events: Vec<Event> = text.chars().flat_map(|c| parser.push(&c.to_string())).collect();
+        events.extend(parser.finish());
+        assert!(matches!(&events[..], [Event::Call(call)] if call.arguments.contains_key(name)), "{name:?}");
+    }
+    for name in ["", "a>b", "a<b", "a\nb", &"x".repeat(257)] {
+        assert!(strict_member(name, json!({"type": "boolean"})).is_err(), "{name:?}");
+    }
+    // Free calls are held to names that can be read, too.
+    let mut free = rules(false, Choice::Required, true);
+    free.tools[0].parameters["properties"]["a b"] = json!({"type": "string"});
+    let grammar = compiler().compile(None, Some(&free)).expect("compiles");
+    let named = |name: &str| fits(&grammar, &look(&format!("<parameter={name}>\nx\n</parameter>\n")));
+    assert!(named("path") && named("other") && named("a b") && !named("b a") && !named("é"));
+}
+
+#[test]
+fn a_free_form_tool_without_a_format_takes_its_input_whole() {
+    let grammar = {
+        let tool = ToolRule {
+            name: "edit".into(),
+            parameters: json!({}),
+            strict: false,
+            input: Some(InputForm::Any),
+        };
+        let rules = CallRules { tools: vec![tool], choice: Choice::Required, parallel: true, frame: true };
+        assert!(CallRules { choice: Choice::Auto, ..rules.clone() }.restricts());
+        compiler().compile(None, Some(&rules)).expect("compiles")
+    };
+    assert!(fits(&grammar, &edit("")) && fits(&grammar, &edit("any\ntext <b> </parameter> x")));
+    assert!(!fits(&grammar, &edit("x").replace("input", "path")));
+    let void = InputForm::Regex("a\n</parameter>\n<b".into());
+    assert_eq!(free_form(void).expect_err("no such text").tool.as_deref(), Some("edit"));
+}
+
+#[test]
+fn multiples_never_run_into_the_end_of_their_digits() {
+    let compiler = compiler();
+    for step in [json!(2), json!(7), json!(13), json!(100), json!(2.5), json!(19_997), json!(0.25)] {
+        for kind in ["integer", "number"] {
+            let schema = json!({"type": "array", "items": {"type": kind, "multipleOf": step}, "minItems": 1, "maxItems": 2});
+            let grammar = answer(&compiler, &Answer::Schema(schema));
+            for seed in 1..6 {
+                // No mask fails; towards the end the walk closes what it can.
+                let Some(text) = walk(&grammar, GuideOptions::default(), &mut Random(seed), 90) else {
+                    continue;
+                };
+                let list: Vec<f64> = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
+                let step = step.as_f64().expect("a number");
+                // The remainder is exact in binary64 for what is short enough to be.
+                assert!(list.iter().all(|x| x.abs() > 1e15 || x % step == 0.0), "{text} by {step}");
+            }
+        }
+    }
 }
 
 #[test]

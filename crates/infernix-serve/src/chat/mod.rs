@@ -94,7 +94,7 @@ fn read_thinking(fields: &mut Fields, turn: &mut Turn) -> Result<(), ApiError> {
         Some("disabled") => turn.set_thinking(Thinking::Off, "thinking.type"),
         Some(_) => {
             if let Some(budget) = thinking.count("budget_tokens")? {
-                turn.thinking_budget = Some(budget);
+                turn.set_budget(budget, "thinking.budget_tokens")?;
             }
             turn.set_thinking(Thinking::On, "thinking.type")
         }
@@ -162,10 +162,16 @@ fn refuse_unavailable(fields: &mut Fields) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// `response_format`.
-fn response_format(mut format: Fields) -> Result<Option<ContentFormat>, ApiError> {
+/// `response_format`; a `json_object` with a `schema` is llama.cpp's form of a schema.
+pub(crate) fn response_format(mut format: Fields) -> Result<Option<ContentFormat>, ApiError> {
     match format.word("type", &["text", "json_object", "json_schema"])? {
-        Some("json_object") => Ok(Some(ContentFormat::JsonObject)),
+        Some("json_object") => {
+            let path = format.path("schema");
+            let schema = format.take("schema");
+            Ok(Some(
+                schema.map_or(ContentFormat::JsonObject, |schema| ContentFormat::JsonSchema { schema, path }),
+            ))
+        }
         Some("json_schema") => {
             let path = format.path("json_schema");
             let mut named = Fields::new(&path, format.need("json_schema")?)?;
@@ -250,7 +256,7 @@ fn tool_choice(turn: &Turn, choice: Value) -> Result<ToolChoice, ApiError> {
             }
             Ok(match mode {
                 Some("required") => ToolChoice::Named { names, once: false },
-                _ => ToolChoice::Allowed(names),
+                _ => ToolChoice::allowed(names),
             })
         }
         Some(kind) => {

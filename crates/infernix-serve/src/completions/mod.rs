@@ -4,7 +4,7 @@ mod reply;
 
 pub(crate) use reply::CompletionsReply;
 
-use crate::chat::{ChatSend, read_n, read_send};
+use crate::chat::{ChatSend, read_n, read_send, response_format};
 use crate::error::ApiError;
 use crate::fields::{Fields, wrong};
 use crate::turn::{MAX_CHOICES, MAX_STOPS, MAX_TOP_LOGPROBS, Turn};
@@ -40,6 +40,10 @@ pub(crate) fn parse(body: Value, tokenizer: &Tokenizer) -> Result<CompletionsReq
     turn.read_logit_bias(&mut fields, tokenizer.addressable())?;
     turn.read_stops(&mut fields, "stop", MAX_STOPS)?;
     turn.read_extensions(&mut fields)?;
+    if let Some(format) = fields.fields("response_format")? {
+        let format = response_format(format)?;
+        turn.set_format("response_format", format)?;
+    }
     turn.max_tokens = Some(fields.count("max_tokens")?.unwrap_or(DEFAULT_TOKENS));
     turn.n = read_n(&mut fields)?;
     if let Some(best) = fields.count("best_of")?

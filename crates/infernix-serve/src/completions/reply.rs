@@ -37,8 +37,10 @@ impl Logprobs {
             return;
         }
         self.logprobs.push(finite(token.logprob).into());
-        let top: Map<String, Value> =
+        let mut top: Map<String, Value> =
             token.top.iter().map(|(bytes, logprob)| (shown(bytes), finite(*logprob).into())).collect();
+        // The token itself is always among them, so that programs can look up whether it is the most likely one.
+        top.entry(shown(&token.bytes)).or_insert_with(|| finite(token.logprob).into());
         self.top.push(Value::Object(top));
     }
 

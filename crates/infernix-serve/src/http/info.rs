@@ -193,7 +193,9 @@ pub(super) async fn detokenize(
     let work = |app: &App, value: Value| {
         let mut fields = Fields::new("", value)?;
         app.check_model(fields.string("model")?.as_deref())?;
-        let list = fields.list("tokens")?.unwrap_or_default();
+        let list = fields
+            .list("tokens")?
+            .ok_or_else(|| ApiError::at(400, "missing_required_parameter", "tokens", "is required"))?;
         let tokenizer = app.format.tokenizer();
         let text = if list.is_empty() {
             String::new()

@@ -121,7 +121,7 @@ fn read_thinking(fields: &mut Fields, turn: &mut Turn) -> Result<bool, ApiError>
                 format!("must be at least {MIN_BUDGET}, not {budget}"),
             ));
         }
-        turn.thinking_budget = Some(budget);
+        turn.set_budget(budget, "thinking.budget_tokens")?;
     }
     Ok(thinking.string("display")?.as_deref() == Some("omitted"))
 }
@@ -289,6 +289,11 @@ impl Reader<'_> {
                 return Ok(());
             }
         };
+        if blocks.is_empty() {
+            // A turn of nothing is a turn.
+            self.check_open(path)?;
+            self.messages.push(Message::text(Role::User, ""));
+        }
         let mut texts = Vec::new();
         for (i, block) in blocks.into_iter().enumerate() {
             let path = format!("{path}[{i}]");

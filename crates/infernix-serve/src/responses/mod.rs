@@ -325,7 +325,7 @@ fn tool_choice(turn: &Turn, choice: Value) -> Result<ToolChoice, ApiError> {
                 let name = tool.need_string("name")?;
                 names.push(turn.tools.chosen(&format!("{path}.name"), &name)?);
             }
-            Ok(if required { ToolChoice::Named { names, once: false } } else { ToolChoice::Allowed(names) })
+            Ok(if required { ToolChoice::Named { names, once: false } } else { ToolChoice::allowed(names) })
         }
         other => Err(ApiError::invalid(
             "tool_choice.type",

@@ -3,6 +3,7 @@
 mod bodies;
 mod checker;
 mod client;
+mod edges;
 mod engine;
 mod faults;
 mod fuzz;

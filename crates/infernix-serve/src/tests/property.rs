@@ -53,6 +53,7 @@ fn options(start: Start, stops: Vec<String>, constrained: bool) -> DecodeOptions
         scored_stops: Vec::new(),
         call_prefix: "call_",
         never_empty: true,
+        calls_only: false,
     }
 }
 

@@ -1,5 +1,6 @@
 //! Which calls an output may make, as a grammar over Qwen's markup.
 
+use llguidance::derivre::{Regex, RegexAst, RegexBuilder};
 use serde_json::{Map, Value, json};
 
 use super::cfg::{self, Reduced};
@@ -8,6 +9,7 @@ use super::gbnf::Expr;
 use super::regex::{self, Scope};
 use super::rx::Rx;
 use super::{lark as notation, schema};
+use crate::output::{PLAIN_NAME, plain_name, writable};
 
 /// A tool as calls are held to it.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,12 +24,21 @@ pub struct ToolRule {
     pub input: Option<InputForm>,
 }
 
+impl ToolRule {
+    /// Whether more than the call's frame is demanded.
+    fn demands(&self) -> bool {
+        self.strict || matches!(self.input, Some(InputForm::Lark(_) | InputForm::Regex(_)))
+    }
+}
+
 /// The argument that holds the text of a free-form tool.
 pub const INPUT: &str = "input";
 
 /// The form of a free-form tool's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum InputForm {
+    /// Any text.
+    Any,
     /// A text of a Lark grammar.
     Lark(String),
     /// A text that an expression matches as a whole.
@@ -73,14 +84,12 @@ impl CallRules {
     /// Whether more is demanded of calls than their frame and a declared name.
     #[must_use]
     pub fn demands(&self) -> bool {
-        self.choice == Choice::Required || self.tools.iter().any(|t| t.strict || t.input.is_some())
+        self.choice == Choice::Required || self.tools.iter().any(ToolRule::demands)
     }
 
     /// Whether a call outside of the markup that the grammar knows would break a promise.
     pub(crate) fn exact(&self) -> bool {
-        !self.parallel
-            || self.choice != Choice::Auto
-            || self.tools.iter().any(|t| t.strict || t.input.is_some())
+        !self.parallel || self.choice != Choice::Auto || self.tools.iter().any(ToolRule::demands)
     }
 }
 
@@ -113,61 +122,164 @@ pub(crate) fn lark(rules: &CallRules) -> Result<String, GrammarError> {
             "free: \"<function=\" FREE \">\\n\" free_body\n\
              FREE: {}\n\
              free_body: \"</function>\" | \"<parameter=\" free_parameter\n\
-             free_parameter: PARAMETER \">\" free_value free_parameter | PARAMETER \">\" free_last\n\
-             PARAMETER: /[^<>\\n]{{1,256}}/\n\
-             free_value[suffix=/<\\/parameter>[\\n ]*<parameter=/]: /(?s:.*)/\n\
-             free_last[suffix=/<\\/parameter>[\\n ]*<\\/function>/]: /(?s:.*)/\n",
-            Rx::alt(free).lark()
+             free_parameter: PARAMETER \">\" free_value \"eter=\" free_parameter | PARAMETER \">\" free_last\n\
+             PARAMETER: {}\n\
+             free_value[suffix=/{CLOSE}{SPACE}<param/]: /(?s:.*)/\n\
+             free_last[suffix=/{CLOSE}{SPACE}<\\/function>/]: /(?s:.*)/\n",
+            Rx::alt(free).lark(),
+            parameter_names(rules),
         );
     }
     out += &format!("call: \"<tool_call>\\n\" ({}) \"\\n</tool_call>\"\n", names.join(" | "));
     Ok(out)
 }
 
-/// What ends a parameter's value.
-const CLOSE: &str = "\n</parameter>\n";
-/// Texts in which a value would end too early, in the syntax of the lexer.
-const CLOSED_INSIDE: &str = "/(?s:.*\\n<\\/parameter>\\n.*)/";
+/// A parameter's closing tag, in the syntax of the lexer.
+const CLOSE: &str = "<\\/parameter>";
+/// What the parser of outputs steps over between tags: white space of Unicode.
+const SPACE: &str = r"[\t-\r \x{85}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}]*";
+/// Whatever follows, as a terminal. Other than any text, it is known to go on from every byte: where it is excluded, the
+/// lexer sees at once that nothing is left, and does not search the rest of a long text for it.
+const BYTES: &str = r"~/[^\s\S]/";
+/// A closing tag as a text of a recursive grammar ends, up to the next tag's first character.
+const CLOSED: &str = "\n</parameter>\n<";
+/// Most characters that a text may have to have, where they may be the closing tag's: the lexer looks from every new
+/// place for an end that the text can have (20 ms on a desktop core for this many).
+const LEAST: u64 = 1000;
+/// Greatest length beside such an expression.
+const MOST: u64 = 400;
+/// Largest expression that may hold the closing tag's characters, for the same reason.
+const WEIGHT: usize = 4096;
+/// Fuel of a proof that no text fits; without one the text is let in.
+const PROOF: u64 = 1_000_000;
+
+/// The names that parameters of free calls may have: plain ones, and others where a tool declares them.
+fn parameter_names(rules: &CallRules) -> String {
+    let declared = rules.tools.iter().filter_map(|t| t.parameters.get("properties")?.as_object());
+    let mut odd: Vec<Rx> = Vec::new();
+    for name in declared.flat_map(Map::keys).filter(|n| !plain_name(n) && writable(n)) {
+        let name = Rx::Literal(name.clone());
+        if !odd.contains(&name) {
+            odd.push(name);
+        }
+    }
+    let plain = format!("/[A-Za-z0-9_\\-]{{1,{PLAIN_NAME}}}/");
+    if odd.is_empty() { plain } else { format!("{plain} | {}", Rx::alt(odd).lark()) }
+}
 
 /// Rules for one free-form tool.
 fn free_form(index: usize, name: &str, form: &InputForm) -> Result<String, GrammarError> {
     let open = quoted(&format!("<function={name}>\n<parameter={INPUT}>\n"));
     let rule = format!("t{index}v");
-    let head = format!("t{index}: {open} {rule} \"</function>\"\n");
+    let head = format!("t{index}: {open} {rule} \"/function>\"\n{rule}: ");
+    let held = |rx: Option<&Rx>| {
+        text(&rule, rx, 0, None).map(|rules| head.clone() + &rules).map_err(|message| {
+            GrammarError::new("invalid_grammar", format!("{message} in the input of a free-form tool"))
+        })
+    };
     let rules = match form {
-        InputForm::Regex(source) => {
-            return Ok(head + &until_closed(&rule, &regex::parse(source, Scope::Whole)?));
-        }
+        InputForm::Any => return held(None),
+        InputForm::Regex(source) => return held(Some(&regex::parse(source, Scope::Whole)?)),
         InputForm::Lark(source) => notation::parse(source)?,
     };
     match cfg::reduced(&rules)? {
-        Reduced::Regular(rx) => Ok(head + &until_closed(&rule, &rx)),
+        Reduced::Regular(rx) => held(Some(&rx)),
         // The closing tag is part of the grammar, so that no lexeme can swallow it.
         Reduced::Recursive(_) => {
             let mut rules = rules;
-            let whole = vec![Expr::Rule(rules.root), Expr::Literal(CLOSE.to_owned())];
+            let whole = vec![Expr::Rule(rules.root), Expr::Literal(CLOSED.to_owned())];
             rules.root = rules.bodies.len();
             rules.names.push(String::new());
             rules.bodies.push(Expr::Seq(whole));
-            match cfg::reduced(&rules)? {
-                Reduced::Recursive(cfg) => Ok(head + &cfg.text(rules.root, &rule, &rule)),
-                Reduced::Regular(rx) => Ok(head + &format!("{rule}: {}\n", rx.lark())),
-            }
+            let inner = format!("{rule}g");
+            let body = match cfg::reduced(&rules)? {
+                Reduced::Recursive(cfg) => cfg.text(rules.root, &inner, &inner),
+                Reduced::Regular(rx) => format!("{inner}: {}\n", rx.lark()),
+            };
+            Ok(format!("{head}{inner}\n{body}"))
         }
     }
 }
 
-/// A text of the expression and its closing tag: one lexeme, for the text alone does not say where it ends.
-fn until_closed(rule: &str, rx: &Rx) -> String {
-    let terminal = rule.to_uppercase();
-    let close = quoted(CLOSE);
-    format!(
-        "{rule}: {terminal}\n{terminal}: {terminal}T {close}\n{terminal}T: {} & ~{CLOSED_INSIDE}\n",
-        rx.lark()
-    )
+/// A text and its closing tag, up to the first character of the next tag, with the rules they need. The text is one
+/// that the parser of outputs gives back: it ends at the first closing tag that another tag follows. The lexeme is
+/// lazy, since a greedy one reads a second closing tag as a part of the text.
+///
+/// # Errors
+/// Why no such text can be held.
+fn text(rule: &str, rx: Option<&Rx>, min: u64, max: Option<u64>) -> Result<String, String> {
+    let end = format!("{CLOSE}{SPACE}<");
+    let length = |min: u64| match max {
+        None => format!("(?s:.{{{min},}})"),
+        // The least length apart: a search for the text's end then goes no further than it has to.
+        Some(max) => format!("(?s:.{{{min}}}.{{0,{}}})", max.saturating_sub(min)),
+    };
+    if rx.is_none() && min == 0 {
+        // Where every beginning of a text is a text, the first closing tag always ends one.
+        let any = if max.is_some() { format!("{}\\n?", length(0)) } else { "(?s:.*)".to_owned() };
+        return Ok(format!("{rule}v\n{rule}v[suffix=/{end}/]: /{any}/\n"));
+    }
+    let name = rule.to_uppercase();
+    if rx.is_none() {
+        if min > LEAST {
+            return Err(format!("a text that may have < is held to a least length of at most {LEAST}"));
+        }
+        let Some(more) = max.map_or(Some(None), |max| max.checked_sub(min).map(Some)) else {
+            return Err("no text fits that can stand in a call".to_owned());
+        };
+        // From the least length on the first closing tag always ends the text; before, none may come.
+        let some = |least: u64| match more {
+            None => format!("(?s:.{{{least},}})"),
+            Some(more) => format!("(?s:.{{{least}}}.{{0,{more}}})"),
+        };
+        let any = format!("(?:{}\\n|{}[^\\n])", some(min), some(min - 1));
+        let early = format!("(?s:.{{0,{min}}}){end}");
+        return Ok(format!(
+            "{rule}v\n{rule}v[suffix=/{end}/]: {name}\n{name}: /{any}/ & ~(/{early}/ {BYTES})\n"
+        ));
+    }
+    let mut parts: Vec<String> = rx.iter().map(|rx| rx.pattern()).collect();
+    if min > 0 || max.is_some() {
+        parts.push(length(min));
+    }
+    let closes = format!("(?s:.*){end}");
+    let may_close = rx.is_none_or(|rx| rx.mentions('<'));
+    if may_close && rx.map_or(0, Rx::shortest).max(min) > LEAST {
+        return Err(format!("a text that may have < is held to a least length of at most {LEAST}"));
+    }
+    let large = |rx: &Rx| rx.weight() > WEIGHT || max.is_some_and(|max| max > MOST);
+    if may_close && rx.is_some_and(large) {
+        return Err("an expression that may match < is too large".to_owned());
+    }
+    if max.is_some_and(|max| max < min) || is_void(&parts, may_close.then_some(&closes)) {
+        return Err("no text fits that can stand in a call".to_owned());
+    }
+    let mut terminal: Vec<String> = parts.iter().map(|p| format!("/{p}/")).collect();
+    if may_close {
+        terminal.push(format!("~(/{closes}/ {BYTES})"));
+    }
+    Ok(format!("{rule}v\n{rule}v[suffix=/\\n{end}/]: {name}\n{name}: {}\n", terminal.join(" & ")))
 }
 
-/// Rules for one strict tool: its parameters in declared order, optional ones may be missing.
+/// Whether it is certain that no text matches all of these expressions, and none of the other one begins it.
+fn is_void(parts: &[String], but: Option<&String>) -> bool {
+    let mut all: Vec<RegexAst> = parts.iter().map(|p| RegexAst::Regex(p.clone())).collect();
+    let bytes = RegexAst::Not(Box::new(RegexAst::NoMatch));
+    all.extend(
+        but.map(|p| RegexAst::Not(Box::new(RegexAst::Concat(vec![RegexAst::Regex(p.clone()), bytes])))),
+    );
+    let mut builder = RegexBuilder::new();
+    let Ok(both) = builder.mk(&RegexAst::And(all)) else { return false };
+    builder.to_regex_limited(both, PROOF).is_ok_and(|mut rx| rx.always_empty())
+}
+
+/// Whether a text would end before its end, where the parser of outputs reads it.
+fn closes_early(text: &str) -> bool {
+    text.match_indices("</parameter>").any(|(at, tag)| text[at + tag.len()..].trim_start().starts_with('<'))
+}
+
+/// Rules for one strict tool: its parameters in declared order, optional ones may be missing. Each rule begins behind
+/// the first character of a tag, for that is where a text ends.
 fn strict(index: usize, tool: &ToolRule) -> Result<String, GrammarError> {
     let prepared = schema::prepare(&tool.parameters)?;
     let root = resolved(&prepared.schema, &prepared.defs);
@@ -208,72 +320,84 @@ fn strict(index: usize, tool: &ToolRule) -> Result<String, GrammarError> {
         .flatten()
         .filter_map(Value::as_str)
         .collect();
-    let mut out = String::new();
-    let mut body = String::new();
+    let mut out = format!("t{index}: {} t{index}s0\n", quoted(&format!("<function={}>\n<", tool.name)));
     for (i, (name, member)) in properties.iter().enumerate() {
-        if name.is_empty() || name.contains(['<', '>', '\n']) {
+        if !writable(name) {
             return Err(refuse("this name cannot be written as a parameter", "/properties".to_owned()));
         }
         let rule = format!("t{index}p{i}");
+        let (here, next) = (format!("t{index}s{i}"), format!("t{index}s{}", i + 1));
         let pointer = format!("/properties/{}", name.replace('~', "~0").replace('/', "~1"));
         if member == &Value::Bool(false) {
+            out += &format!("{here}: {next}\n");
             continue;
         }
-        let optional = if required.contains(&name.as_str()) { "" } else { "?" };
-        body += &format!(" {rule}{optional}");
-        out += &format!("{rule}: {} ", quoted(&format!("<parameter={name}>\n")));
+        let without = if required.contains(&name.as_str()) { String::new() } else { format!(" | {next}") };
+        out += &format!("{here}: {rule} {next}{without}\n");
+        out += &format!("{rule}: {} ", quoted(&format!("parameter={name}>\n")));
         out += &value(&rule, member, &prepared.defs, &pointer)?;
     }
-    Ok(format!("t{index}: {}{body} \"</function>\"\n{out}", quoted(&format!("<function={}>\n", tool.name))))
+    out += &format!("t{index}s{}: \"/function>\"\n", properties.len());
+    Ok(out)
 }
 
-/// A parameter's value and closing tag, with the rules they need.
+/// A parameter's value and closing tag, up to the first character of the next tag, with the rules they need.
 fn value(
     rule: &str,
     member: &Value,
     defs: &Map<String, Value>,
     pointer: &str,
 ) -> Result<String, GrammarError> {
-    let close = "\\n</parameter>\\n";
     let resolved = resolved(member, defs);
     let refuse = |message: &str| GrammarError::new("unsupported_json_schema", message).at(pointer.to_owned());
+    let nullable = nullable_text(&resolved).map(|text| self::resolved(&text, defs));
+    let (resolved, nullable) = match nullable {
+        Some(text) if text_like(&text) == Some(true) => (text, true),
+        _ => (resolved, false),
+    };
     match text_like(&resolved) {
         Some(true) => {
-            let terminal = rule.to_uppercase();
-            let mut parts = Vec::new();
-            let list: Option<Vec<&Value>> = match (resolved.get("const"), resolved.get("enum")) {
-                (Some(one), _) => Some(vec![one]),
-                (None, Some(list)) => list.as_array().map(|l| l.iter().collect()),
-                (None, None) => None,
-            };
-            if let Some(list) = list {
-                let texts: Vec<Rx> =
-                    list.into_iter().filter_map(Value::as_str).map(|t| Rx::Literal(t.to_owned())).collect();
-                if texts.is_empty() {
-                    return Err(refuse("no text fits"));
-                }
-                let texts = Rx::alt(texts).lark();
-                return Ok(format!("{terminal} \"{close}\"\n{terminal}: {texts}\n"));
-            }
             if resolved.get("format").is_some() {
                 return Err(refuse("format is not supported for a parameter that is text; use pattern"));
             }
-            if let Some(pattern) = resolved.get("pattern").and_then(Value::as_str) {
-                parts.push(regex::parse(pattern, Scope::Search).map_err(|e| refuse(&e.message))?.lark());
-            }
+            let pattern = resolved.get("pattern").and_then(Value::as_str);
+            let pattern = pattern.map(|source| regex::parse(source, Scope::Search)).transpose();
+            let pattern = pattern.map_err(|e| refuse(&e.message))?;
             let count = |key: &str| resolved.get(key).and_then(Value::as_u64);
-            if count("minLength").is_some() || count("maxLength").is_some() {
-                let max = count("maxLength").map(|n| n.to_string()).unwrap_or_default();
-                parts.push(format!("/(?s:.{{{},{max}}})/", count("minLength").unwrap_or(0)));
+            let (min, max) = (count("minLength").unwrap_or(0), count("maxLength"));
+            let Some(list) = literals(&resolved) else {
+                let rules = text(rule, pattern.as_ref(), min, max).map_err(|message| refuse(&message))?;
+                let null = format!("{rule}n[suffix=/\\n{CLOSE}{SPACE}</]: /null/\n");
+                return Ok(match rules.strip_prefix(&format!("{rule}v\n")) {
+                    Some(rules) if nullable => format!("({rule}v | {rule}n)\n{null}{rules}"),
+                    _ => rules,
+                });
+            };
+            let fits = |text: &&str| {
+                let length = text.chars().count() as u64;
+                min <= length
+                    && max.is_none_or(|max| length <= max)
+                    && !closes_early(text)
+                    && pattern
+                        .as_ref()
+                        .is_none_or(|rx| Regex::new(&rx.pattern()).is_ok_and(|mut rx| rx.is_match(text)))
+            };
+            let mut texts: Vec<Rx> = list
+                .into_iter()
+                .filter_map(Value::as_str)
+                .filter(fits)
+                .map(|t| Rx::Literal(t.to_owned()))
+                .collect();
+            if texts.is_empty() {
+                return Err(refuse("no text fits that can stand in a call"));
             }
-            if parts.is_empty() {
-                return Ok(format!("{rule}v\n{rule}v[suffix=\"{close}\"]: /(?s:.*)/\n"));
+            if nullable {
+                texts.push(Rx::Literal("null".to_owned()));
             }
-            // The text and its closing tag are one lexeme, for the text alone does not say where it ends.
-            Ok(format!(
-                "{terminal}\n{terminal}: {terminal}V \"{close}\"\n{terminal}V: {} & ~{CLOSED_INSIDE}\n",
-                parts.join(" & ")
-            ))
+            // With its closing tag one lexeme: a text may be the beginning of another.
+            let whole = Rx::seq(vec![Rx::alt(texts), Rx::Literal(CLOSED.to_owned())]);
+            let terminal = rule.to_uppercase();
+            Ok(format!("{terminal}\n{terminal}: {}\n", whole.lark()))
         }
         Some(false) => {
             let mut schema = member.clone();
@@ -283,9 +407,32 @@ fn value(
                 }
                 map.insert("x-guidance".to_owned(), super::compiler::json_options());
             }
-            Ok(format!("{rule}j \"{close}\"\n{rule}j: %json {schema}\n"))
+            Ok(format!("{rule}j {}\n{rule}j: %json {schema}\n", quoted(CLOSED)))
         }
         None => Err(refuse("a parameter of a strict tool is either text or not: split unions with string")),
+    }
+}
+
+/// The text of a schema that admits null beside it, which the reader of a strict tool's output takes the word for.
+fn nullable_text(schema: &Value) -> Option<Value> {
+    let map = schema.as_object()?;
+    if let Some(Value::Array(kinds)) = map.get("type") {
+        let both = kinds.len() == 2 && kinds.contains(&json!("string")) && kinds.contains(&json!("null"));
+        let mut text = map.clone();
+        text.insert("type".to_owned(), json!("string"));
+        return both.then_some(Value::Object(text));
+    }
+    let list = map.get("anyOf").or_else(|| map.get("oneOf")).filter(|_| map.len() == 1)?.as_array()?;
+    let null = list.iter().position(|s| s == &json!({"type": "null"}))?;
+    (list.len() == 2).then(|| list[1 - null].clone())
+}
+
+/// The values that a schema lists.
+fn literals(schema: &Value) -> Option<Vec<&Value>> {
+    match (schema.get("const"), schema.get("enum")) {
+        (Some(one), _) => Some(vec![one]),
+        (None, Some(list)) => list.as_array().map(|l| l.iter().collect()),
+        (None, None) => None,
     }
 }
 
@@ -296,6 +443,10 @@ fn text_like(schema: &Value) -> Option<bool> {
         Some(Value::String(kind)) => vec![kind],
         Some(Value::Array(kinds)) => kinds.iter().filter_map(Value::as_str).collect(),
         _ => {
+            if let Some(list) = literals(schema) {
+                let texts = list.iter().filter(|v| v.is_string()).count();
+                return (texts == 0 || texts == list.len()).then_some(texts > 0);
+            }
             // The reader takes these for JSON, and a text among them would come out changed.
             let list = map.get("anyOf").or_else(|| map.get("oneOf")).and_then(Value::as_array)?;
             let sides: Vec<Option<bool>> = list.iter().map(text_like).collect();
@@ -345,7 +496,7 @@ mod tests {
             (json!({"type": "object", "properties": {"a": {"type": "integer"}}}), "/additionalProperties"),
             (json!({"type": "array", "additionalProperties": false}), "/type"),
             (
-                json!({"type": "object", "additionalProperties": false, "properties": {"a": {"type": ["string", "null"]}}}),
+                json!({"type": "object", "additionalProperties": false, "properties": {"a": {"type": ["string", "integer"]}}}),
                 "/properties/a",
             ),
             (json!({"type": "object", "additionalProperties": false, "required": ["z"]}), ""),

@@ -17,6 +17,9 @@ use crate::tokenizer::Tokenizer;
 
 /// Most grammars kept, and most bytes of their sources.
 const KEPT: (usize, usize) = (64, 8 << 20);
+/// Most matchers that wait for the next output of a grammar, and most tokens that one reads before it is dropped: a
+/// token makes some ten states of the lexer, of 1 to 2 KiB each.
+const RESTED: (usize, usize) = (4, 8192);
 /// Most choices and most bytes of them.
 const CHOICES: (usize, usize) = (4096, 65_536);
 /// Longest schema, in bytes of its JSON.
@@ -67,8 +70,10 @@ pub(super) struct Plan {
 pub struct Grammar {
     pub(super) vocabulary: Arc<Vocabulary>,
     pub(super) plan: Plan,
-    /// At its beginning. Behind a lock for what its clones share.
+    /// At its beginning, and never moved. Behind a lock, because a matcher cannot be shared.
     matcher: Option<Mutex<Matcher>>,
+    /// Matchers of outputs that have ended, with what their lexers have learned, and the tokens they have read.
+    rested: Mutex<Vec<(Matcher, usize)>>,
 }
 
 impl std::fmt::Debug for Grammar {
@@ -84,8 +89,23 @@ impl Grammar {
         Guide::new(Arc::clone(self), options)
     }
 
-    pub(super) fn matcher(&self) -> Option<Matcher> {
-        self.matcher.as_ref().map(|m| m.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    /// A matcher at the grammar's beginning, and how many tokens it has read for others. Each belongs to one output:
+    /// clones that are not deep share a lexer, and one that has run out of fuel fails for all of them and for good.
+    pub(super) fn matcher(&self) -> Option<(Matcher, usize)> {
+        let rested = self.rested.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let fresh =
+            || self.matcher.as_ref().map(|m| m.lock().unwrap_or_else(PoisonError::into_inner).deep_clone());
+        rested.or_else(|| fresh().map(|matcher| (matcher, 0)))
+    }
+
+    /// Takes a matcher back, unless it has failed or its lexer may have grown large.
+    pub(super) fn rest(&self, mut matcher: Matcher, read: usize) {
+        if read < RESTED.1 && !matcher.is_error() && matcher.reset().is_ok() {
+            let mut rested = self.rested.lock().unwrap_or_else(PoisonError::into_inner);
+            if rested.len() < RESTED.0 {
+                rested.push((matcher, read));
+            }
+        }
     }
 }
 
@@ -203,16 +223,7 @@ impl GrammarCompiler {
             }),
         };
         // What the parser cannot even begin is refused here, and not in the middle of everybody's answers.
-        let grammar = match grammar {
-            Some(mut matcher) if !matcher.is_stopped() => {
-                matcher.compute_mask().map_err(|e| {
-                    let message = e.to_string().lines().next().unwrap_or_default().to_owned();
-                    GrammarError::new("constraint_too_complex", message)
-                })?;
-                Some(matcher)
-            }
-            other => other,
-        };
+        let grammar = grammar.map(|matcher| self.begun(matcher, answer)).transpose()?;
         Ok(Grammar {
             vocabulary: Arc::clone(&self.vocabulary),
             plan: Plan {
@@ -223,7 +234,29 @@ impl GrammarCompiler {
                 json: answer.is_some_and(Answer::is_json) && choice != Some(Choice::Required),
             },
             matcher: grammar.map(Mutex::new),
+            rested: Mutex::default(),
         })
+    }
+
+    /// The matcher, once it is known that an answer can begin, with something that is not its end.
+    fn begun(&self, mut matcher: Matcher, answer: Option<&Answer>) -> Result<Matcher, GrammarError> {
+        let mut begins = false;
+        if !matcher.is_stopped() {
+            let mask = matcher.compute_mask().map_err(|e| {
+                let message = e.to_string().lines().next().unwrap_or_default().to_owned();
+                GrammarError::new("constraint_too_complex", message)
+            })?;
+            mask.iter_set_entries(|id| begins |= !self.vocabulary.is_stop(id as u32));
+        }
+        if !begins && !matcher.is_error() {
+            let code = match answer {
+                Some(Answer::Regex(_)) => "invalid_regex",
+                Some(Answer::Choice(_)) => "invalid_choice",
+                _ => "invalid_grammar",
+            };
+            return Err(GrammarError::new(code, "only the empty text fits, and an answer is never empty"));
+        }
+        Ok(matcher)
     }
 
     fn lark(&self, text: String, code: &'static str) -> Result<Matcher, GrammarError> {

@@ -60,6 +60,8 @@ struct State {
 pub struct Guide {
     grammar: Arc<Grammar>,
     matcher: Option<Matcher>,
+    /// Tokens that the matcher has read for outputs before this one.
+    read: usize,
     state: State,
     history: VecDeque<State>,
     budget: Option<usize>,
@@ -75,12 +77,22 @@ impl std::fmt::Debug for Guide {
     }
 }
 
+impl Drop for Guide {
+    fn drop(&mut self) {
+        if let Some(matcher) = self.matcher.take() {
+            self.grammar.rest(matcher, self.read + self.state.matched);
+        }
+    }
+}
+
 impl Guide {
     pub(super) fn new(grammar: Arc<Grammar>, options: GuideOptions) -> Self {
         let vocabulary = Arc::clone(&grammar.vocabulary);
         let closing = if options.closing.is_empty() { "\n</think>\n\n" } else { &options.closing };
+        let (matcher, read) = grammar.matcher().unzip();
         let mut guide = Self {
-            matcher: grammar.matcher(),
+            matcher,
+            read: read.unwrap_or_default(),
             state: State {
                 phase: Phase::Reasoning,
                 tails: Tails::default(),
@@ -175,6 +187,10 @@ impl Guide {
             keep(words, &vocabulary.stop_ids);
             return Ok(());
         }
+        if self.state.matched == 0 {
+            // A form that the empty text fits is answered with another one: clients take an empty turn for a fault.
+            clear(words, &vocabulary.stop_ids);
+        }
         let allowed = matcher.compute_mask().map_err(|e| dead_end(&e))?;
         let bits = allowed.as_slice();
         for (i, word) in words.iter_mut().enumerate() {
@@ -224,7 +240,8 @@ impl Guide {
             Phase::Matching => {
                 let Some(matcher) = &mut self.matcher else { return true };
                 if stop {
-                    return matcher.is_stopped() || matcher.is_accepting().unwrap_or(false);
+                    return self.state.matched > 0
+                        && (matcher.is_stopped() || matcher.is_accepting().unwrap_or(false));
                 }
                 !matcher.is_stopped()
                     && matcher.validate_tokens(&[id]).is_ok_and(|n| n == 1)

@@ -51,6 +51,27 @@ impl Rx {
         }
     }
 
+    /// Whether a text that matches may contain the character; some that never match may be counted, too.
+    pub(crate) fn mentions(&self, c: char) -> bool {
+        match self {
+            Self::Literal(text) => text.contains(c),
+            Self::Class(ranges) => ranges.iter().any(|&(low, high)| (low..=high).contains(&c)),
+            Self::Seq(parts) | Self::Alt(parts) => parts.iter().any(|p| p.mentions(c)),
+            Self::Repeat(inner, _, max) => *max != Some(0) && inner.mentions(c),
+        }
+    }
+
+    /// Characters of the shortest text that matches.
+    pub(crate) fn shortest(&self) -> u64 {
+        match self {
+            Self::Literal(text) => text.chars().count() as u64,
+            Self::Class(_) => 1,
+            Self::Seq(parts) => parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.shortest())),
+            Self::Alt(parts) => parts.iter().map(Self::shortest).min().unwrap_or(0),
+            Self::Repeat(inner, min, _) => inner.shortest().saturating_mul(u64::from(*min)),
+        }
+    }
+
     /// Whether no text matches.
     pub(crate) fn is_void(&self) -> bool {
         match self {
@@ -232,6 +253,7 @@ mod tests {
             Rx::Alt(vec![Rx::empty(), Rx::Literal("é".into())]),
         ]);
         assert_eq!(rx.pattern(), "a\\x{2F}\\x{5D}\\x{A}(?:ab){2,3}[\\x{2D}0-9]*(?:(?:)|\\x{E9})");
+        assert!(rx.shortest() == 8 && rx.mentions('-') && !rx.mentions('z'));
         assert!(!rx.nullable() && Rx::anything().nullable());
         let power = |rx| Rx::Repeat(Box::new(rx), 0, Some(4096));
         assert!(!power(Rx::Literal("a".into())).is_too_heavy());

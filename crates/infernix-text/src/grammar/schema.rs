@@ -19,6 +19,18 @@ const NODES: usize = 16_384;
 const EXACT: f64 = 9_007_199_254_740_992.0;
 /// Longest length or count in a keyword.
 const COUNT: u64 = 1 << 20;
+/// The largest number of binary64 with at most 18 digits, which is what answers may write before the point.
+const WIDEST: i64 = 999_999_999_999_999_872;
+/// Largest `multipleOf`, counted in its last decimal place: the lexer follows one remainder a state, and a search
+/// through more of them takes longer than a token.
+const STEPS: u64 = 20_000;
+/// Most decimals of a bound; answers may write 24.
+const DECIMALS: usize = 22;
+/// Work of a schema whose patterns, lengths and multiples are intersected: what the lexer's first look at an
+/// intersection costs is not bounded by its fuel. A character of a pattern or of a least length is one, some 0.2 ms.
+const WORK: u64 = 32_768;
+/// Steps of a `multipleOf` that cost as much as one character.
+const STEPS_A_CHARACTER: u64 = 100;
 
 /// Formats that the compiler knows.
 const FORMATS: [&str; 10] =
@@ -58,8 +70,17 @@ pub(crate) struct Prepared {
 /// # Errors
 /// `invalid_json_schema`, `unsupported_json_schema`, `unsatisfiable_json_schema`.
 pub(crate) fn prepare(source: &Value) -> Result<Prepared, GrammarError> {
-    let mut walk =
-        Walk { root: source, names: HashMap::new(), defs: Vec::new(), parts: Vec::new(), nodes: 0 };
+    let mut walk = Walk {
+        root: source,
+        names: HashMap::new(),
+        defs: Vec::new(),
+        parts: Vec::new(),
+        nodes: 0,
+        work: 0,
+        merges: false,
+        multiples: Vec::new(),
+        patterns: 0,
+    };
     let schema = walk.schema(source, "", 0)?;
     // Definitions found on the way are read in turn; each may find more.
     let mut next = 0;
@@ -69,6 +90,7 @@ pub(crate) fn prepare(source: &Value) -> Result<Prepared, GrammarError> {
         walk.defs[next].2 = schema;
         next += 1;
     }
+    walk.check_work()?;
     let defs: Vec<Value> = walk.defs.iter().map(|d| d.2.clone()).collect();
     let finite = Finite::of(&defs);
     if !finite.schema(&schema) {
@@ -108,9 +130,66 @@ struct Walk<'s> {
     defs: Vec<(String, &'s Value, Value)>,
     parts: Vec<(String, Value)>,
     nodes: usize,
+    /// Of intersections within one subschema.
+    work: u64,
+    /// Subschemas are intersected with each other.
+    merges: bool,
+    /// Every `multipleOf`, as digits and the number of its decimals.
+    multiples: Vec<(u64, u32)>,
+    /// Weight of all patterns.
+    patterns: u64,
 }
 
 impl<'s> Walk<'s> {
+    /// What a subschema adds to the work.
+    fn count_work(&mut self, map: &Map<String, Value>) {
+        let number = |key: &str| map.get(key).and_then(Value::as_u64);
+        let pattern = map.get("pattern").and_then(Value::as_str);
+        let weight =
+            pattern.and_then(|p| regex::parse(p, Scope::Search).ok()).map_or(0, |rx| rx.weight() as u64);
+        self.patterns = self.patterns.saturating_add(weight);
+        if weight > 0 && (number("minLength").is_some() || number("maxLength").is_some()) {
+            let least = number("minLength").unwrap_or(0);
+            self.work = self.work.saturating_add(weight).saturating_add(least);
+        }
+        if let Some(step) = map.get("multipleOf").and_then(Value::as_f64) {
+            let (digits, decimals) = digits(step);
+            self.work = self.work.saturating_add(digits.unwrap_or(u64::MAX) / STEPS_A_CHARACTER);
+            self.multiples.push((digits.unwrap_or(u64::MAX), decimals));
+        }
+        let several =
+            ["allOf", "anyOf", "oneOf", "$ref"].into_iter().filter(|k| map.contains_key(*k)).count();
+        let own =
+            ["pattern", "multipleOf", "minLength", "maxLength"].into_iter().any(|k| map.contains_key(k));
+        self.merges |= map.contains_key("allOf") || several > 1 || several == 1 && own;
+    }
+
+    /// Whether the lexer can be asked to intersect what the schema intersects.
+    fn check_work(&mut self) -> Result<(), GrammarError> {
+        if self.merges {
+            self.work = self.work.saturating_add(self.patterns);
+            let most = self.multiples.iter().map(|m| m.1).max().unwrap_or(0);
+            let all = self.multiples.iter().try_fold(1_u64, |all, &(digits, decimals)| {
+                let digits = digits.checked_mul(10_u64.checked_pow(most - decimals)?)?;
+                (all / gcd(all, digits)).checked_mul(digits).filter(|all| *all <= STEPS)
+            });
+            if self.multiples.len() > 1 && all.is_none() {
+                let message = format!(
+                    "what multipleOf is intersected to is at most {STEPS} times its last decimal place"
+                );
+                return Err(unsupported(message, String::new()));
+            }
+        }
+        if self.work > WORK {
+            let message = format!(
+                "patterns, lengths and multiples that are intersected have a size of {}, at most {WORK} is supported",
+                self.work
+            );
+            return Err(unsupported(message, String::new()));
+        }
+        Ok(())
+    }
+
     fn schema(&mut self, source: &'s Value, at: &str, depth: usize) -> Result<Value, GrammarError> {
         self.nodes += 1;
         if self.nodes > NODES || depth > DEPTH {
@@ -236,6 +315,18 @@ impl<'s> Walk<'s> {
                 _ => {}
             }
         }
+        self.count_work(&out);
+        if out.contains_key("multipleOf") {
+            // Digits have to end somewhere, and the lexer has to know where, or it runs up to the last one and finds that
+            // the number is no multiple.
+            for (bound, other, widest) in
+                [("minimum", "exclusiveMinimum", -WIDEST), ("maximum", "exclusiveMaximum", WIDEST)]
+            {
+                if !out.contains_key(other) {
+                    out.entry(bound).or_insert_with(|| widest.into());
+                }
+            }
+        }
         let out = Value::Object(out);
         self.parts.push((at.to_owned(), out.clone()));
         Ok(out)
@@ -359,6 +450,18 @@ fn check_literal(value: &Value, at: &str) -> Result<(), GrammarError> {
     }
 }
 
+/// A number's digits without the point, where they are few, and how many of them stand behind it.
+fn digits(x: f64) -> (Option<u64>, u32) {
+    // Rust writes the shortest digits that read back as the number, without an exponent.
+    let written = format!("{}", x.abs());
+    let decimals = written.split_once('.').map_or(0, |(_, decimals)| decimals.len());
+    (written.replace('.', "").parse().ok(), decimals as u32)
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a.max(1) } else { gcd(b, a % b) }
+}
+
 /// A bound in its newer form; the older one has booleans beside `minimum` and `maximum`.
 fn bound(
     keyword: &str,
@@ -378,8 +481,20 @@ fn bound(
     if !exact(number) {
         return Err(unsupported("a bound beyond 2^53 is not exact in 64-bit floating point", at.to_owned()));
     }
-    if keyword == "multipleOf" && number.as_f64().is_none_or(|x| x <= 0.0) {
-        return Err(invalid("multipleOf is greater than 0", at.to_owned()));
+    let x = number.as_f64().unwrap_or_default();
+    let (digits, decimals) = digits(x);
+    if keyword == "multipleOf" {
+        if x <= 0.0 {
+            return Err(invalid("multipleOf is greater than 0", at.to_owned()));
+        }
+        if digits.is_none_or(|steps| steps > STEPS) {
+            return Err(unsupported(
+                format!("multipleOf is at most {STEPS} times its last decimal place"),
+                at.to_owned(),
+            ));
+        }
+    } else if decimals as usize > DECIMALS {
+        return Err(unsupported(format!("a bound has at most {DECIMALS} decimals"), at.to_owned()));
     }
     Ok(Some(value.clone()))
 }
@@ -514,6 +629,41 @@ mod tests {
         }
         // What is not reached restricts nothing.
         assert!(prepare(&json!({"$defs": {"x": {"not": {}}}, "type": "integer"})).is_ok());
+    }
+
+    #[test]
+    fn multiples_have_bounds_that_the_lexer_can_see() {
+        let schema = json!({"type": "integer", "multipleOf": 7, "exclusiveMinimum": 0});
+        let expected = json!({"type": "integer", "multipleOf": 7, "exclusiveMinimum": 0, "maximum": 999_999_999_999_999_872_i64});
+        assert_eq!(prepare(&schema).expect("reads").schema, expected);
+        assert!(
+            prepare(&json!({"multipleOf": 0.01})).is_ok() && prepare(&json!({"multipleOf": 20_000})).is_ok()
+        );
+        for steps in [json!(20_001), json!(999_983), json!(1234.567)] {
+            assert_eq!(refused(json!({"multipleOf": steps})).0, "/multipleOf");
+        }
+        assert_eq!(refused(json!({"exclusiveMaximum": 1e-30})).0, "/exclusiveMaximum");
+    }
+
+    #[test]
+    fn what_takes_the_lexer_long_to_intersect_is_refused() {
+        let both = |a: Value, b: Value| json!({"allOf": [a, b]});
+        let steps = |n: u32| json!({"multipleOf": n});
+        assert!(
+            prepare(&both(steps(6), steps(4))).is_ok()
+                && prepare(&both(json!({"multipleOf": 0.5}), steps(3))).is_ok()
+        );
+        assert_eq!(refused(both(steps(19_997), steps(19_991))).1, "unsupported_json_schema");
+        let referred = json!({"$ref": "#/$defs/a", "multipleOf": 19_997, "$defs": {"a": steps(19_991)}});
+        assert_eq!(refused(referred).1, "unsupported_json_schema");
+        let long = json!({"pattern": "^(a|b[a-z]{40000})$"});
+        assert!(prepare(&long).is_ok(), "nothing is intersected");
+        assert_eq!(refused(both(long.clone(), json!({"pattern": "^[a-z]*$"}))).1, "unsupported_json_schema");
+        assert_eq!(
+            refused(json!({"pattern": "^[a-z]*$", "minLength": 1_000_000})).1,
+            "unsupported_json_schema"
+        );
+        assert!(prepare(&json!({"pattern": "^[a-z]+$", "minLength": 3, "maxLength": 5000})).is_ok());
     }
 
     #[test]

@@ -5,6 +5,7 @@ mod region;
 mod typing;
 
 pub use parser::{Channel, Event, OutputOptions, OutputParser, Start};
+pub(crate) use region::{PLAIN_NAME, plain_name, writable};
 pub use typing::{ParsedCall, ToolSet};
 
 use serde::Serialize;

@@ -8,6 +8,8 @@
 //! Text that merely names an opening tag breaks the balance; such a region is read a second time
 //! without counting nested tags ([`Nesting::Flat`]).
 
+use std::sync::Arc;
+
 use super::Fallback;
 use super::typing::{RawCall, ToolSet};
 
@@ -166,8 +168,24 @@ fn name_spec(text: &str, last: bool, repair: bool) -> Spec {
     }
 }
 
-fn plain_name(name: &str) -> bool {
-    name.len() <= 128 && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_' || b == b'-')
+/// Longest name that any parameter or function may have without being declared, in bytes.
+pub(crate) const PLAIN_NAME: usize = 128;
+
+/// Whether a name can be read in every spelling of a tag.
+pub(crate) fn plain_name(name: &str) -> bool {
+    (1..=PLAIN_NAME).contains(&name.len())
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_' || b == b'-')
+}
+
+/// Whether a declared name can stand in a parameter's tag.
+pub(crate) fn writable(name: &str) -> bool {
+    (1..=NAME_LIMIT).contains(&name.len()) && !name.contains(['<', '>', '\n'])
+}
+
+/// Whether a declared name can be read only as it is declared: it has white space, or quotes of its own.
+pub(crate) fn needs_its_spelling(name: &str) -> bool {
+    let spec = name_spec(&format!("={name}>"), true, false);
+    writable(name) && !matches!(spec, Spec::Name { name: read, .. } if read == name)
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -195,6 +213,8 @@ pub(crate) struct Region {
     inside: usize,
     closers: Vec<String>,
     current: RawCall,
+    /// Parameters of the current function that are read only as they are declared.
+    odd: Arc<[String]>,
     parameter: String,
     parameter_closer: &'static str,
     calls: Vec<RawCall>,
@@ -214,6 +234,7 @@ impl Region {
             inside: 0,
             closers: Vec::new(),
             current: RawCall::default(),
+            odd: Arc::default(),
             parameter: String::new(),
             parameter_closer: "",
             calls: Vec::new(),
@@ -378,6 +399,7 @@ impl Region {
             }
             self.recovered = true;
         }
+        self.odd = tools.odd_parameters(&name);
         self.current = RawCall { name, parameters: Vec::new() };
         self.at = at;
         self.stage = Stage::Function;
@@ -466,7 +488,7 @@ impl Region {
                 Lit::No => {}
             }
         }
-        match parameter_opener(rest, last, self.tolerant) {
+        match self.parameter_tag(rest, last, self.tolerant) {
             ParameterTag::Opens { name, len, closer, repaired } => {
                 if !plain_name(&name) && !tools.declares_parameter(&self.current.name, &name) {
                     return Some(Progress::Failed(Fallback::MalformedStructure));
@@ -528,7 +550,7 @@ impl Region {
                 Lit::No => {}
             }
             if self.nesting == Nesting::Counted {
-                match parameter_opener(rest, last, false) {
+                match self.parameter_tag(rest, last, false) {
                     ParameterTag::Opens { len, closer: c, .. } if c == closer => {
                         depth += 1;
                         scan += len;
@@ -567,12 +589,36 @@ impl Region {
                 Lit::No => {}
             }
         }
-        match parameter_opener(rest, last, self.tolerant) {
+        match self.parameter_tag(rest, last, self.tolerant) {
             ParameterTag::Opens { .. } => Lit::Yes,
             ParameterTag::Partial => Lit::Partial,
             // The output ends in the middle of the next tag.
             ParameterTag::No if last && cut_tag(rest) => Lit::Yes,
             ParameterTag::No => outcome,
+        }
+    }
+
+    /// A parameter's opening tag. A declared name counts as it is declared before it is read in any other way.
+    fn parameter_tag(&self, text: &str, last: bool, repair: bool) -> ParameterTag {
+        let mut partial = false;
+        for (name, (keyword, closer)) in self.odd.iter().flat_map(|n| PARAMETER_OPENERS.map(|o| (n, o))) {
+            let tag = format!("{keyword}={name}>");
+            match literally(text, &tag, last) {
+                Lit::Yes => {
+                    return ParameterTag::Opens {
+                        name: name.clone(),
+                        len: tag.len(),
+                        closer,
+                        repaired: false,
+                    };
+                }
+                Lit::Partial => partial = true,
+                Lit::No => {}
+            }
+        }
+        match parameter_opener(text, last, repair) {
+            _ if partial => ParameterTag::Partial,
+            tag => tag,
         }
     }
 

@@ -1,10 +1,12 @@
 //! From a parameter's text to a JSON value, as the tool's schema says.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
 use super::Diagnostics;
+use super::region::needs_its_spelling;
 use crate::message::Tool;
 
 /// A call as published.
@@ -37,6 +39,10 @@ pub(crate) struct RawCall {
 pub struct ToolSet {
     /// Parameter schemas by function; `None` where two tools of one name disagree.
     tools: HashMap<String, Option<Map<String, Value>>>,
+    /// Parameters that can be read only as they are declared, of the functions that have any.
+    odd: HashMap<String, Arc<[String]>>,
+    /// Functions whose arguments are held to their schema.
+    strict: HashSet<String>,
 }
 
 impl ToolSet {
@@ -50,7 +56,7 @@ impl ToolSet {
                 .parameters()
                 .and_then(|p| p.get("properties"))
                 .and_then(Value::as_object)
-                .cloned()
+                .map(|members| members.iter().map(|(name, s)| (name.clone(), resolved(tool, s))).collect())
                 .unwrap_or_default();
             seen.entry(tool.name().to_owned())
                 .and_modify(|known| {
@@ -60,7 +66,25 @@ impl ToolSet {
                 })
                 .or_insert(Some(properties));
         }
-        Self { tools: seen }
+        let odd = seen.iter().filter_map(|(name, properties)| {
+            let odd: Vec<String> =
+                properties.iter().flat_map(Map::keys).filter(|n| needs_its_spelling(n)).cloned().collect();
+            (!odd.is_empty()).then(|| (name.clone(), odd.into()))
+        });
+        Self { odd: odd.collect(), tools: seen, strict: HashSet::new() }
+    }
+
+    /// The same, where the arguments of these functions are held to their schema: the word `null` of a parameter that
+    /// is text or null is null there, as the template writes it.
+    #[must_use]
+    pub fn strict<'n>(mut self, names: impl IntoIterator<Item = &'n String>) -> Self {
+        self.strict.extend(names.into_iter().cloned());
+        self
+    }
+
+    /// Parameters of a function that can be read only as they are declared.
+    pub(crate) fn odd_parameters(&self, function: &str) -> Arc<[String]> {
+        self.odd.get(function).cloned().unwrap_or_default()
     }
 
     /// Whether no tool is declared; markup is text then.
@@ -86,7 +110,10 @@ impl ToolSet {
         let mut arguments = Map::new();
         for (name, text) in raw.parameters {
             let expected = properties.and_then(|p| p.get(&name)).map_or(Expected::Any, Expected::of);
-            let value = expected.read(&text, diagnostics);
+            let null = text == "null"
+                && self.strict.contains(&raw.name)
+                && properties.and_then(|p| p.get(&name)).is_some_and(admits_null);
+            let value = if null { Some(Value::Null) } else { expected.read(&text, diagnostics) };
             if arguments.contains_key(&name) {
                 diagnostics.duplicate_parameters_repaired += 1;
             }
@@ -102,6 +129,19 @@ impl ToolSet {
         }
         ParsedCall { name: raw.name, arguments }
     }
+}
+
+/// A parameter's schema, behind references into the tool's own.
+fn resolved(tool: &Tool, schema: &Value) -> Value {
+    let mut current = schema;
+    for _ in 0..32 {
+        let target = current.get("$ref").and_then(Value::as_str).and_then(|r| r.strip_prefix('#'));
+        match target.and_then(|pointer| tool.parameters()?.pointer(pointer)) {
+            Some(next) => current = next,
+            None => break,
+        }
+    }
+    current.clone()
 }
 
 const NULL: u8 = 1;
@@ -124,6 +164,28 @@ fn type_bit(name: &str) -> Option<u8> {
         "string" => STRING,
         _ => return None,
     })
+}
+
+/// Whether null is one of a schema's values.
+fn admits_null(schema: &Value) -> bool {
+    let null = Value::from("null");
+    match schema.get("type") {
+        Some(Value::Array(kinds)) => kinds.contains(&null),
+        Some(kind) => *kind == null,
+        None => ["anyOf", "oneOf"]
+            .iter()
+            .filter_map(|key| schema.get(*key)?.as_array())
+            .flatten()
+            .any(admits_null),
+    }
+}
+
+/// The types of listed values; nothing usable where texts stand among others.
+fn listed(schema: &Value) -> Option<u8> {
+    let one = schema.get("const").map(std::slice::from_ref);
+    let list = one.or_else(|| schema.get("enum")?.as_array().map(Vec::as_slice))?;
+    let mask = list.iter().fold(0, |mask, value| mask | bits(value));
+    (mask & STRING == 0 || mask == STRING).then_some(mask)
 }
 
 /// What a schema admits.
@@ -154,7 +216,8 @@ impl Expected {
                         .map(|v| v.get("type")?.as_str().and_then(type_bit))
                         .try_fold(0, |mask, bit| Some(mask | bit?))
                 })
-                .filter(|mask| mask & !PRIMITIVE == 0),
+                .filter(|mask| mask & !PRIMITIVE == 0)
+                .or_else(|| listed(schema)),
         };
         match mask {
             None | Some(0) => Self::Any,
@@ -238,7 +301,9 @@ mod tests {
         // An object among the variants: text would hide it, so nothing usable is said.
         assert_eq!(Expected::of(&json!({"anyOf": [{"type": "string"}, {"type": "object"}]})), Expected::Any);
         assert_eq!(Expected::of(&json!({"$ref": "#/x"})), Expected::Any);
-        assert_eq!(Expected::of(&json!({"enum": ["a"]})), Expected::Any);
+        assert_eq!(Expected::of(&json!({"enum": ["a", "1"]})), Expected::Text);
+        assert_eq!(Expected::of(&json!({"const": null})), Expected::Types(NULL));
+        assert_eq!(Expected::of(&json!({"enum": ["a", 1]})), Expected::Any);
         assert_eq!(Expected::of(&json!(true)), Expected::Any);
     }
 
@@ -257,6 +322,14 @@ mod tests {
     fn an_integer_beyond_64_bits_is_not_rounded() {
         let big = "123456789012345678901234567890";
         assert_eq!(read(json!({"type": "integer"}), big).0, Some(json!(big)));
+    }
+
+    #[test]
+    fn a_parameter_is_typed_behind_its_reference() {
+        let schema = json!({"properties": {"a": {"$ref": "#/$defs/t"}}, "$defs": {"t": {"type": "string"}}});
+        let set = ToolSet::new(&[Tool::function("f", "", schema)]);
+        let raw = RawCall { name: "f".into(), parameters: vec![("a".into(), "7".into())] };
+        assert_eq!(set.resolve(raw, &mut Diagnostics::default()).arguments["a"], "7");
     }
 
     #[test]
