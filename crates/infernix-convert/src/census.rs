@@ -7,11 +7,13 @@ use infernix_artifact::{Binding, Directory, ObjectKind};
 use infernix_checkpoint::{Checkpoint, Scheme};
 use infernix_formats::Format;
 use infernix_model::{
-    Class, Component, ModelConfig, Parameter, Source, expert_parent_names, parameters, source_prefix,
+    Class, Component, DrafterConfig, ModelConfig, Parameter, Source, expert_parent_names, parameters,
+    source_prefix,
 };
 use serde_json::{Value, json};
 
 use crate::ConvertError;
+use crate::described::Described;
 use crate::sources::scheme_name;
 
 /// Totals of one class of one component of an artifact.
@@ -64,7 +66,8 @@ impl Row {
 pub struct Census {
     /// By component and class (`text`, `gdn.q`).
     pub classes: BTreeMap<(String, String), Row>,
-    /// The text decoder in the parts that a model card names: routed experts, dense, n-gram table and the sums.
+    /// The text decoder in the parts that a model card names: routed experts, dense, n-gram table and the sums. Empty of a
+    /// drafter alone.
     pub decoder: Vec<(&'static str, Row)>,
 }
 
@@ -125,7 +128,7 @@ impl Census {
         json!({ "classes": classes, "text_decoder": decoder })
     }
 
-    /// Two tables: classes, and the text decoder's bits per weight.
+    /// Two tables: classes, and the text decoder's bits per weight where there is one.
     #[must_use]
     pub fn to_text(&self) -> String {
         let mut out = String::new();
@@ -146,6 +149,9 @@ impl Census {
                 row.stored(),
                 join(&row.formats),
             );
+        }
+        if self.decoder.is_empty() {
+            return out;
         }
         let _ = writeln!(
             out,
@@ -186,6 +192,9 @@ fn decoder(
     classes: &BTreeMap<(String, String), Row>,
     volume: Option<u64>,
 ) -> Vec<(&'static str, Row)> {
+    if directory.is_drafter() {
+        return Vec::new();
+    }
     let mut routed = Row::default();
     let mut dense = Row::default();
     for ((component, class), row) in classes {
@@ -236,11 +245,17 @@ fn config(directory: &Directory) -> Option<ModelConfig> {
 
 /// Class of every logical name that the set's configuration implies.
 fn class_of_names(directory: &Directory) -> BTreeMap<String, Class> {
-    let Some(mut config) = config(directory) else { return BTreeMap::new() };
-    config.mtp |= directory.components.contains_key("mtp");
-    let all = [Component::Text, Component::Mtp, Component::Vision];
+    let drafters = directory.components.iter().filter_map(|(name, record)| {
+        Component::from_name(name).filter(|c| c.is_block_drafter())?;
+        DrafterConfig::from_json(&Value::Object(record.config.clone())).ok()
+    });
+    let mut list: Vec<Parameter> = drafters.flat_map(|d| d.parameters()).collect();
+    if let Some(mut config) = config(directory) {
+        config.mtp |= directory.components.contains_key("mtp");
+        list.extend(parameters(&config, &source_prefix(|_| false), &MODEL_COMPONENTS));
+    }
     let mut known = BTreeMap::new();
-    for p in parameters(&config, &source_prefix(|_| false), &all) {
+    for p in list {
         if p.class == Class::Experts {
             known.extend(expert_parent_names(&p.name).map(|name| (name, Class::Experts)));
         }
@@ -249,9 +264,14 @@ fn class_of_names(directory: &Directory) -> BTreeMap<String, Class> {
     known
 }
 
+/// What a model's own configuration describes.
+const MODEL_COMPONENTS: [Component; 3] = [Component::Text, Component::Mtp, Component::Vision];
+
 /// What a checkpoint holds, by class and scheme.
 #[derive(Debug, Clone)]
 pub struct CheckpointClasses {
+    /// The model or drafter, in words.
+    pub what: String,
     /// (component, class) to scheme to number of weights found.
     pub classes: BTreeMap<(String, String), BTreeMap<String, u64>>,
     /// Weights that belong to no parameter of the model.
@@ -263,12 +283,11 @@ pub struct CheckpointClasses {
 /// Counts a checkpoint's weights by parameter class and scheme, from headers alone, and tries every built-in recipe.
 ///
 /// # Errors
-/// A configuration of no supported model, or tensors that form no scheme.
+/// A configuration of no supported model or drafter, or tensors that form no scheme.
 pub fn checkpoint_classes(checkpoint: &Checkpoint) -> Result<CheckpointClasses, ConvertError> {
-    let config = ModelConfig::from_json(&checkpoint.config()?)
-        .map_err(|source| ConvertError::Model { path: checkpoint.folder().join("config.json"), source })?;
+    let described = Described::from_config(checkpoint, &checkpoint.config()?)?;
     let style = source_prefix(|name| checkpoint.get(name).is_some());
-    let list = parameters(&config, &style, &[Component::Text, Component::Mtp, Component::Vision]);
+    let list = described.parameters(&style, &Component::ALL);
     let places = Places::of(&list);
     let mut classes: BTreeMap<(String, String), BTreeMap<String, u64>> = BTreeMap::new();
     let mut other = 0;
@@ -291,7 +310,31 @@ pub fn checkpoint_classes(checkpoint: &Checkpoint) -> Result<CheckpointClasses, 
         })
         .map(|(name, _)| name.to_owned())
         .collect();
-    Ok(CheckpointClasses { classes, other, recipes })
+    Ok(CheckpointClasses { what: in_words(&described), classes, other, recipes })
+}
+
+fn in_words(described: &Described) -> String {
+    let layers = |n: u64| format!("{n} layer{}", if n == 1 { "" } else { "s" });
+    let of = |m: &ModelConfig| {
+        let (name, layers) = (m.architecture.model_type(), layers(m.layers.len() as u64));
+        format!("{name} model: {layers}, width {}, vocabulary {}", m.hidden, m.vocab)
+    };
+    let drafter = |d: &DrafterConfig| {
+        let taps: Vec<String> = d.taps.iter().map(u64::to_string).collect();
+        format!(
+            "{} drafter: {}, blocks of {} positions; for a model of {}, width {}, vocabulary {}, of which it \
+             reads layers {}",
+            d.component,
+            layers(d.layers),
+            d.block,
+            layers(d.target_layers),
+            d.hidden,
+            d.vocab,
+            taps.join(", ")
+        )
+    };
+    let parts = described.model.iter().map(of).chain(described.drafters.iter().map(drafter));
+    parts.collect::<Vec<_>>().join("; ")
 }
 
 fn scheme_label(scheme: Scheme) -> String {
@@ -357,20 +400,20 @@ impl CheckpointClasses {
             .iter()
             .map(|((component, class), schemes)| (format!("{component}:{class}"), json!(schemes)))
             .collect();
-        json!({ "weights": classes, "other_weights": self.other, "recipes": self.recipes })
+        json!({ "what": self.what, "weights": classes, "other_weights": self.other, "recipes": self.recipes })
     }
 
-    /// One line a class, then the recipes that fit.
+    /// What it is, one line a class, then the recipes that fit.
     #[must_use]
     pub fn to_text(&self) -> String {
-        let mut out = format!("{:<44} {:>9}  scheme\n", "class", "weights");
+        let mut out = format!("{}\n\n{:<44} {:>9}  scheme\n", self.what, "class", "weights");
         for ((component, class), schemes) in &self.classes {
             for (scheme, count) in schemes {
                 let _ = writeln!(out, "{:<44} {count:>9}  {scheme}", format!("{component}:{class}"));
             }
         }
         if self.other > 0 {
-            let _ = writeln!(out, "{:<44} {:>9}", "of no parameter of the model", self.other);
+            let _ = writeln!(out, "{:<44} {:>9}", "of no parameter of it", self.other);
         }
         let recipes = if self.recipes.is_empty() { "none".to_owned() } else { self.recipes.join(", ") };
         let _ = writeln!(out, "\nrecipes that convert it: {recipes}");

@@ -1,7 +1,9 @@
 //! What the configurations of all sources together describe: the model, its drafters, the components that are there.
 
+use infernix_checkpoint::Checkpoint;
 use infernix_model::{Component, DrafterConfig, ModelConfig, NameStyle, Parameter, parameters};
 use serde_json::Value;
+use std::path::PathBuf;
 
 use crate::ConvertError;
 use crate::sources::{Source as Opened, Sources};
@@ -22,36 +24,40 @@ impl Described {
     /// A configuration that is no model's or drafter's, or a drafter of another model.
     pub(crate) fn of(sources: &Sources) -> Result<Self, ConvertError> {
         let main = &sources.main().checkpoint;
-        let fail = |checkpoint: &infernix_checkpoint::Checkpoint| {
-            // A GGUF model's configuration is made of its keys.
-            let path = match checkpoint.gguf() {
-                Some(gguf) => gguf.path().to_owned(),
-                None => checkpoint.folder().join("config.json"),
-            };
-            move |source| ConvertError::Model { path, source }
-        };
         let root = main.config()?;
-        if DrafterConfig::describes(&root) {
-            let drafter = DrafterConfig::from_json(&root).map_err(fail(main))?;
-            return Ok(Self { model: None, drafters: vec![drafter] });
-        }
-        let model = ModelConfig::from_json(&config_json(sources)?).map_err(fail(main))?;
-        let mut drafters = Vec::new();
+        let root = if DrafterConfig::describes(&root) { root } else { config_json(sources)? };
+        let mut described = Self::from_config(main, &root)?;
+        let Some(model) = &described.model else { return Ok(described) };
         for source in sources.list() {
             let Some(component) = Component::from_name(&source.spec.role).filter(|c| c.is_block_drafter())
             else {
                 continue;
             };
             let checkpoint = &source.checkpoint;
-            let drafter = DrafterConfig::from_json(&checkpoint.config()?).map_err(fail(checkpoint))?;
+            let fail = |source| ConvertError::Model { path: config_path(checkpoint), source };
+            let drafter = DrafterConfig::from_json(&checkpoint.config()?).map_err(fail)?;
             if drafter.component != component {
                 let reason = format!("the checkpoint is a {} drafter", drafter.component);
                 return Err(ConvertError::Source { role: source.spec.role.clone(), reason });
             }
-            drafter.fits(&model).map_err(fail(checkpoint))?;
-            drafters.push(drafter);
+            drafter.fits(model).map_err(fail)?;
+            described.drafters.push(drafter);
         }
-        Ok(Self { model: Some(model), drafters })
+        Ok(described)
+    }
+
+    /// What one checkpoint's configuration describes: a model, or a drafter alone.
+    ///
+    /// # Errors
+    /// A configuration that is neither's.
+    pub(crate) fn from_config(checkpoint: &Checkpoint, root: &Value) -> Result<Self, ConvertError> {
+        let fail = |source| ConvertError::Model { path: config_path(checkpoint), source };
+        if DrafterConfig::describes(root) {
+            let drafter = DrafterConfig::from_json(root).map_err(fail)?;
+            return Ok(Self { model: None, drafters: vec![drafter] });
+        }
+        let model = ModelConfig::from_json(root).map_err(fail)?;
+        Ok(Self { model: Some(model), drafters: Vec::new() })
     }
 
     /// All parameters of some components.
@@ -72,6 +78,11 @@ impl Described {
             Component::Dflash | Component::Dflash2 => self.drafters.iter().any(|d| d.component == c),
         }
     }
+}
+
+/// Where a checkpoint's configuration is: that of a GGUF model is made of its keys.
+fn config_path(checkpoint: &Checkpoint) -> PathBuf {
+    checkpoint.gguf().map_or_else(|| checkpoint.folder().join("config.json"), |g| g.path().to_owned())
 }
 
 /// Keys beside `vision_config` that the image tower needs.

@@ -3,6 +3,8 @@
 use crate::common::{converted, demo, fixture, options, shared};
 use infernix_artifact::ngram::Volume;
 use infernix_artifact::{Artifact, Interrupt};
+use infernix_checkpoint::{Checkpoint, OpenOptions};
+use infernix_convert::census::{Census, checkpoint_classes};
 use infernix_convert::{Plan, Recipe, Silent, SourceSpec, VerifyOptions, VerifyReport, plan, verify};
 use std::path::Path;
 
@@ -287,6 +289,39 @@ fn a_drafter_alone_becomes_a_companion() {
     o.sources.push(SourceSpec::new("dflash", &drafter));
     let error = plan(&o).unwrap_err().to_string();
     assert!(error.contains("dflash2 drafter"), "{error}");
+}
+
+#[test]
+fn inspection_says_what_a_drafter_alone_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = serde_json::json!({
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "vocab_size": 64,
+        "num_target_layers": 6, "dflash_config": { "target_layer_ids": [1, 4], "mask_token_id": 63, "block_size": 8 },
+    });
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let header = r#"{"fc.weight":{"dtype":"BF16","shape":[8,16],"data_offsets":[0,256]}}"#;
+    let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 256]].concat();
+    std::fs::write(dir.path().join("model.safetensors"), file).unwrap();
+    let checkpoint = Checkpoint::open(dir.path(), &OpenOptions::default()).unwrap();
+    let found = checkpoint_classes(&checkpoint).unwrap();
+    let what = "dflash drafter: 1 layer, blocks of 8 positions; for a model of 6 layers, width 8, vocabulary 64, of which it \
+                reads layers 1, 4";
+    assert_eq!(found.what, what);
+    assert!(found.to_text().starts_with(what) && found.to_json()["what"] == what);
+    assert_eq!(found.classes[&("dflash".into(), "dflash.fc".into())]["bf16"], 1);
+    assert_eq!((found.other, found.recipes.len()), (0, 0), "most tensors are missing");
+
+    let Some(source) = fixture("dense-demo-dflash2") else { return };
+    let found = checkpoint_classes(&Checkpoint::open(&source, &OpenOptions::default()).unwrap()).unwrap();
+    assert!(found.what.starts_with("dflash2 drafter: ") && found.other == 0, "{found:?}");
+    assert!(found.recipes.iter().any(|r| r == "qwen3_8_flash_next_dflash2"), "{:?}", found.recipes);
+    // And what it is converted to.
+    let (_, _, dir) = made(&source, "auto", &[]);
+    let artifact = Artifact::open(&dir.path().join("x.infernix")).unwrap();
+    let census = Census::of(artifact.directory(), None).unwrap();
+    assert!(!census.classes.contains_key(&("dflash2".into(), "other".into())), "{:?}", census.classes.keys());
+    assert!(census.decoder.is_empty() && !census.to_text().contains("text decoder"));
 }
 
 /// A toy of the 122B release, and the release's own geometry from headers.
