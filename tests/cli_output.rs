@@ -7,6 +7,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 #[test]
 fn the_plan_has_its_documented_keys() {
@@ -164,5 +165,32 @@ fn progress_is_json_lines_when_asked_for() {
     for line in run.stderr.lines() {
         let value: serde_json::Value = serde_json::from_str(line).expect("JSON on every line");
         assert!(value["phase"].is_string() && value["total_bytes"].is_u64(), "{line}");
+    }
+}
+
+/// Nobody asked for the folder that a demo writes into, so it goes however the demo ends.
+#[test]
+fn a_demo_that_a_signal_ends_leaves_nothing() {
+    for (signal, code) in [("INT", 130), ("TERM", 143)] {
+        for times in [1, 2] {
+            let dir = scratch();
+            let mut demo = program()
+                .arg("demo")
+                .env("TMPDIR", dir.path())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .expect("starts");
+            let left = || fs::read_dir(dir.path()).expect("a folder").count();
+            while left() == 0 {
+                assert!(demo.try_wait().expect("a status").is_none(), "ended before it wrote anything");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            for _ in 0..times {
+                Command::new("kill").args(["-s", signal, &demo.id().to_string()]).status().expect("kill");
+            }
+            let ended = demo.wait().expect("a status").code();
+            assert_eq!((ended, left()), (Some(code), 0), "{signal}, {times} times");
+        }
     }
 }

@@ -5,15 +5,16 @@ mod commands;
 mod config;
 mod output;
 mod progress;
+mod signals;
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 
-/// Set by Ctrl-C. Long work checks it between steps and stops in a state that can be resumed.
+/// Set by Ctrl-C and SIGTERM. Long work checks it between steps and stops in a state that can be resumed.
 static INTERRUPTED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
-/// Set while a server runs, which has its own answer to Ctrl-C.
+/// Set while a server runs, which has its own answer to them.
 static SERVING: AtomicBool = AtomicBool::new(false);
 
 /// How a command ended when it did not fail.
@@ -29,19 +30,7 @@ fn main() -> ExitCode {
         Ok(arguments) => args::parse(arguments),
         Err(error) => return failed(&error),
     };
-    // A second Ctrl-C ends the process at once: the state on disk is always resumable.
-    let handler = ctrlc::set_handler(|| {
-        if SERVING.load(Ordering::SeqCst) {
-            return;
-        }
-        if INTERRUPTED.swap(true, Ordering::SeqCst) {
-            infernix_measure::replay::kill_servers();
-            std::process::exit(130);
-        }
-    });
-    if let Err(error) = handler {
-        output::warn(&format!("Ctrl-C cannot be caught here: {error}"));
-    }
+    signals::watch();
     match commands::run(cli, &given) {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Mismatch) => ExitCode::from(1),
@@ -56,7 +45,7 @@ fn failed(error: &anyhow::Error) -> ExitCode {
     let interrupted = INTERRUPTED.load(Ordering::SeqCst);
     output::error(&output::error_text(error));
     ExitCode::from(if interrupted {
-        130
+        signals::exit_code()
     } else if is_usage(error) {
         2
     } else {

@@ -7,6 +7,7 @@ use anyhow::Context as _;
 use clap::Parser as _;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// Something that the demo model was trained to do.
 const PROMPT: &str = "Grace is 41 years old and lives in Oslo. Extract as JSON: name, city.";
@@ -67,25 +68,36 @@ fn quoted(words: &[&str]) -> String {
 /// Where the demo writes; removed afterwards unless the user named it.
 struct Folder {
     path: PathBuf,
-    temporary: bool,
+}
+
+/// The folder that goes when the demo ends, however it does.
+static TEMPORARY: Mutex<Option<PathBuf>> = Mutex::new(None);
+
+/// Removes what a demo wrote into a folder that nobody named.
+pub(crate) fn discard() {
+    if let Some(path) = TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        // Best effort: the folder is below the system's temporary one.
+        let _ = fs::remove_dir_all(path);
+    }
 }
 
 impl Folder {
     fn new(keep: Option<&Path>) -> anyhow::Result<Self> {
         let path = match keep {
             Some(path) => path.to_owned(),
-            None => std::env::temp_dir().join(format!("infernix-demo-{}", std::process::id())),
+            None => {
+                let path = std::env::temp_dir().join(format!("infernix-demo-{}", std::process::id()));
+                *TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner) = Some(path.clone());
+                path
+            }
         };
         fs::create_dir_all(&path).with_context(|| format!("{} cannot be created", path.display()))?;
-        Ok(Self { path, temporary: keep.is_none() })
+        Ok(Self { path })
     }
 }
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        if self.temporary {
-            // Best effort: the folder is below the system's temporary one.
-            let _ = fs::remove_dir_all(&self.path);
-        }
+        discard();
     }
 }

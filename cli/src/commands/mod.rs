@@ -5,7 +5,7 @@ use crate::args::{BenchMode, Cli, Command, Given};
 
 mod bench;
 mod convert;
-mod demo;
+pub(crate) mod demo;
 mod doctor;
 mod engine;
 mod export;

@@ -5,6 +5,7 @@ use super::engine::{engine_options, start_engine};
 use super::model::OpenModel;
 use crate::args::{ProgressMode, RunArgs, SamplingArgs};
 use crate::output::{self, usage};
+use crate::signals::terminated;
 use crate::{INTERRUPTED, Outcome};
 use anyhow::{Context as _, bail};
 use infernix_engine::sample::SamplerOptions;
@@ -363,7 +364,7 @@ impl<'a> Chat<'a> {
 
     /// Whether Ctrl-C ends this answer; an error where it ends the command.
     fn interrupted(&self, answer: &mut Answer) -> anyhow::Result<bool> {
-        if !self.talking {
+        if !self.talking || terminated() {
             check_interrupt()?;
             return Ok(false);
         }

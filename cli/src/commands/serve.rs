@@ -4,6 +4,7 @@ use super::engine::{engine_options, start_engine};
 use super::model::OpenModel;
 use crate::args::{LoopGuard, ProgressMode, ServeArgs};
 use crate::output::{self, Table, usage};
+use crate::signals::Signals;
 use crate::{INTERRUPTED, Outcome, SERVING};
 use anyhow::Context as _;
 use infernix_engine::sched::{EngineApi, EngineOptions};
@@ -488,44 +489,6 @@ async fn stop(app: &App) {
         while signals.next().await {}
         std::process::exit(130);
     });
-}
-
-/// Ctrl-C and SIGTERM.
-#[cfg(unix)]
-struct Signals(tokio::signal::unix::Signal, tokio::signal::unix::Signal);
-
-#[cfg(unix)]
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        use tokio::signal::unix::{SignalKind, signal};
-        Ok(Self(signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?))
-    }
-
-    /// Waits for one; true for SIGTERM.
-    async fn next(&mut self) -> bool {
-        tokio::select! {
-            _ = self.0.recv() => false,
-            _ = self.1.recv() => true,
-        }
-    }
-}
-
-/// Ctrl-C.
-#[cfg(not(unix))]
-struct Signals;
-
-#[cfg(not(unix))]
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self)
-    }
-
-    async fn next(&mut self) -> bool {
-        if tokio::signal::ctrl_c().await.is_err() {
-            std::future::pending::<()>().await;
-        }
-        false
-    }
 }
 
 #[cfg(test)]
