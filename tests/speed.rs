@@ -304,4 +304,32 @@ fn plans_are_the_same_on_every_run_and_machine() {
     infernix(["replay", "--dry-run", "--seeds", "2", "--seed-list", "1"]).ends(2);
 }
 
+/// A plan has its own seed, scale and context: what is asked beside it must not be dropped without a word.
+#[test]
+fn a_stored_plan_refuses_what_contradicts_it_and_keeps_its_own_context() {
+    let folder = scratch();
+    let out = folder.path().display().to_string();
+    infernix(["replay", "--dry-run", "--scale", "0.1", "--context", "4096", "--out", &out]).ok();
+    let file = folder.path().join("seed-42/plan.json").display().to_string();
+    let stored = |more: &[&str]| infernix(["replay", &file, "--dry-run", "--json"].iter().chain(more));
+    for agreeing in
+        [&[][..], &["--scale", "0.1"], &["--profile", "quick", "--seed-list", "42", "--context", "4096"]]
+    {
+        let plan = stored(agreeing).ok().json();
+        assert_eq!(plan["plans"][0]["plan_hash"], PLAN_42, "{agreeing:?}");
+        assert_eq!(plan["plans"][0]["context"], 4096, "{agreeing:?}");
+    }
+    for (other, words) in [
+        (&["--scale", "0.5"][..], &["--scale", "scale 0.1"][..]),
+        (&["--profile", "full"], &["--profile"]),
+        (&["--seeds", "3", "--corpus", "."], &["seed 42", "--seeds, --corpus"]),
+        (&["--seed-list", "43"], &["--seed-list"]),
+        (&["--context", "8192"], &["context 4096", "--context"]),
+    ] {
+        stored(other).fails(2, words);
+    }
+    // Before any server is started.
+    infernix(["replay", "/nope.json", "--arms", "x=exit 1 # {port}"]).fails(1, &["/nope.json", "no file"]);
+}
+
 const PLAN_42: &str = "fa03cfa01f381120aaad4834dd0259b2ef4442f5d7d96cebff0e45fb0cbcc433";

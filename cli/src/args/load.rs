@@ -219,7 +219,7 @@ pub(crate) enum Profile {
 pub(crate) struct ReplayArgs {
     #[command(subcommand)]
     pub(crate) mode: Option<ReplayMode>,
-    /// The scenario: agentic_ab, or a recorded plan (a JSON file)
+    /// The scenario: agentic_ab, or a stored plan (a JSON file), which has its own seed, scale and context
     #[arg(default_value = "agentic_ab", value_name = "SCENARIO|FILE")]
     pub(crate) scenario: String,
     /// Model to serve when no arms are given, as for `serve`
@@ -237,9 +237,9 @@ pub(crate) struct ReplayArgs {
     /// How much of the scenario, by name
     #[arg(long, value_enum, conflicts_with = "scale")]
     pub(crate) profile: Option<Profile>,
-    /// Share of the scenario's turns
-    #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
-    pub(crate) scale: f64,
+    /// Share of the scenario's turns [default: 0.5]
+    #[arg(long, value_name = "SHARE")]
+    pub(crate) scale: Option<f64>,
     /// Context that all lengths are scaled to [default: the server's limit, at most 262144]
     #[arg(long, visible_alias = "ctx", value_name = "N")]
     pub(crate) context: Option<usize>,

@@ -36,8 +36,12 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
     }
     let arms = arms(args)?;
     let key = api_key(args.api_key_file.as_deref())?;
-    let seeds: Vec<u64> =
-        if args.seed_list.is_empty() { (42..42 + args.seeds).collect() } else { args.seed_list.clone() };
+    let stored = stored(args)?;
+    let seeds: Vec<u64> = match &stored {
+        Some(plan) => vec![plan.seed],
+        None if args.seed_list.is_empty() => (42..42 + args.seeds).collect(),
+        None => args.seed_list.clone(),
+    };
     if let Some(twice) = seeds.iter().enumerate().find(|(i, s)| seeds[..*i].contains(s)) {
         return Err(usage(format!("--seed-list names {} twice", twice.1)));
     }
@@ -45,10 +49,11 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
         std::fs::create_dir_all(out).with_context(|| format!("{}: creating the folder", out.display()))?;
     }
     let budget = Budget { ram_mib: args.ram_budget_mib, vram_mib: args.vram_budget_mib };
-    let mut context = args.context;
-    let mut plans: Option<Vec<Plan>> = None;
+    let mut context = stored.as_ref().map(|plan| plan.context).or(args.context);
+    let is_stored = stored.is_some();
+    let mut plans: Option<Vec<Plan>> = stored.map(|plan| vec![plan]);
     if args.dry_run {
-        let plans = make_plans(args, &seeds, context.unwrap_or(FULL_CONTEXT))?;
+        let plans = plans.map_or_else(|| make_plans(args, &seeds, context.unwrap_or(FULL_CONTEXT)), Ok)?;
         return dry_run(args, &plans);
     }
     // All seeds of an arm in one life of its server, arm by arm; the first arm once more for --aba.
@@ -83,7 +88,15 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
         // The first server's limit holds for all: every arm gets the same plan.
         let wanted = *context.get_or_insert(limit.unwrap_or(FULL_CONTEXT).min(FULL_CONTEXT));
         if let Some(limit) = limit.filter(|l| *l < wanted) {
-            return Err(usage(format!("{} holds {limit} tokens; give --context {limit} or less", arm.name)));
+            if is_stored {
+                // A recorded plan counts on more than its texts may need.
+                output::warn(&format!("{} holds {limit} tokens, the plan counts on {wanted}", arm.name));
+            } else {
+                return Err(usage(format!(
+                    "{} holds {limit} tokens; give --context {limit} or less",
+                    arm.name
+                )));
+            }
         }
         if plans.is_none() {
             plans = Some(make_plans(args, &seeds, wanted)?);
@@ -200,20 +213,43 @@ fn scale(args: &ReplayArgs) -> f64 {
         Some(Profile::Quick) => 0.1,
         Some(Profile::Published) => 0.5,
         Some(Profile::Full) => 1.0,
-        None => args.scale,
+        None => args.scale.unwrap_or(0.5),
     }
 }
 
-fn make_plans(args: &ReplayArgs, seeds: &[u64], context: usize) -> anyhow::Result<Vec<Plan>> {
-    if args.scenario != "agentic_ab" {
-        let path = PathBuf::from(&args.scenario);
-        let text = std::fs::read_to_string(&path)
-            .with_context(|| format!("{}: no scenario of this name, and no file", path.display()))?;
-        let plan: Plan =
-            serde_json::from_str(&text).with_context(|| format!("{}: no plan", path.display()))?;
-        plan.check().map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))?;
-        return Ok(vec![plan]);
+/// The plan of a scenario that is a file; `None` of the built-in one. What the plan fixes cannot be asked for otherwise.
+fn stored(args: &ReplayArgs) -> anyhow::Result<Option<Plan>> {
+    if args.scenario == "agentic_ab" {
+        return Ok(None);
     }
+    let path = PathBuf::from(&args.scenario);
+    let text = std::fs::read_to_string(&path)
+        .with_context(|| format!("{}: no scenario of this name, and no file", path.display()))?;
+    let plan: Plan = serde_json::from_str(&text).with_context(|| format!("{}: no plan", path.display()))?;
+    plan.check().map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))?;
+    let own_scale = f64::from(plan.scale_milli) / 1000.0;
+    let scaled = args.profile.is_some() || args.scale.is_some();
+    let other = [
+        ("--profile or --scale", scaled && (scale(args) * 1000.0).round() != f64::from(plan.scale_milli)),
+        ("--seeds", args.seeds != 1),
+        ("--seed-list", !args.seed_list.is_empty() && args.seed_list != [plan.seed]),
+        ("--context", args.context.is_some_and(|c| c != plan.context)),
+        ("--corpus", args.corpus.is_some()),
+    ];
+    let other: Vec<&str> = other.iter().filter(|o| o.1).map(|o| o.0).collect();
+    if other.is_empty() {
+        return Ok(Some(plan));
+    }
+    Err(usage(format!(
+        "{}: a stored plan has its own texts, seed {}, scale {own_scale} and context {}; leave out {}",
+        path.display(),
+        plan.seed,
+        plan.context,
+        other.join(", ")
+    )))
+}
+
+fn make_plans(args: &ReplayArgs, seeds: &[u64], context: usize) -> anyhow::Result<Vec<Plan>> {
     if !(MIN_CONTEXT..=MAX_CONTEXT).contains(&context) {
         return Err(usage(format!("--context {context}: the scenario takes {MIN_CONTEXT} to {MAX_CONTEXT}")));
     }
