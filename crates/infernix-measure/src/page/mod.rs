@@ -5,7 +5,7 @@
 //! figures do not compare.
 
 mod speed;
-mod svg;
+pub(crate) mod svg;
 
 use crate::error::{MeasureError, Result};
 use serde_json::Value;

@@ -4,6 +4,7 @@
 use super::svg::{self, Line, escape};
 use super::{figure, notes, row, text_of};
 use crate::replay::metrics::{FIGURES, Kind};
+use crate::replay::plots::{self, drawn};
 use crate::replay::report::show;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -49,8 +50,8 @@ impl<'a> Documents<'a> {
             load(out, plots, group, number + 1);
         }
         contexts(out, &self.contexts);
-        for group in self.replays.values() {
-            replay(out, group);
+        for (number, group) in self.replays.values().enumerate() {
+            replay(out, plots, group, number + 1);
         }
     }
 }
@@ -164,7 +165,7 @@ fn contexts(out: &mut String, documents: &[Named<'_>]) {
     notes(out, documents);
 }
 
-fn replay(out: &mut String, group: &[Named<'_>]) {
+fn replay(out: &mut String, files: &mut Vec<(String, String)>, group: &[Named<'_>], number: usize) {
     let first = group[0].1;
     let plan = first["plan_hash"].as_str().unwrap_or("?");
     let seeds = first["seeds"].as_array().map_or(0, Vec::len);
@@ -219,6 +220,18 @@ fn replay(out: &mut String, group: &[Named<'_>]) {
     }
     out.push_str("</table></div>\n");
     notes(out, group);
+    let runs: Vec<_> = group
+        .iter()
+        .flat_map(|(file, d)| {
+            drawn(d, |arm| if several { format!("{arm} ({file})") } else { arm.to_owned() })
+        })
+        .collect();
+    out.push_str("<div class=\"g\">\n");
+    for (name, svg) in plots::plots(&runs) {
+        let _ = writeln!(out, "<figure>{svg}</figure>");
+        files.push((format!("{number}-replay-{name}.svg"), svg));
+    }
+    out.push_str("</div>\n");
 }
 
 fn cell(v: &Value, unit: &str, kind: Kind) -> Option<String> {
@@ -255,6 +268,46 @@ mod tests {
         }
         assert!(html.contains("&lt;b&gt; failed") && !html.contains("<b> failed"));
         assert!(!html.contains("Wall time"), "a figure that nobody has takes no row");
+    }
+
+    #[test]
+    fn joined_replays_share_plots_and_each_run_has_its_timeline() {
+        let with_runs = |arm: &str| {
+            let mut d = replay("0123456789abcdef0", arm, "EPYC");
+            d["arms"][0]["runs"] = json!([{
+                "seed": 42,
+                "classes": [{ "class": "loop", "prompt_tokens": 100, "cached_tokens": 40 }, { "class": "?" }],
+                "timeline": [
+                    { "tag": "A#0", "cls": "loop", "t_send": 0.0, "t_first": 1.5, "t_done": 2.0, "output_tokens": 6,
+                      "failed": false },
+                    { "tag": "<b>#1", "cls": "retry", "t_send": 2.0, "t_first": null, "t_done": 3.0, "output_tokens": 0,
+                      "failed": true },
+                    { "tag": 3 }, null,
+                ],
+            }]);
+            d
+        };
+        let documents =
+            [("a.json".to_owned(), with_runs("ours")), ("b.json".to_owned(), with_runs("<i>theirs"))];
+        let page = page("t", &documents).unwrap();
+        let names: Vec<&str> = page.plots.iter().map(|p| p.0.as_str()).collect();
+        let own = ["first-tokens", "cache-shares", "rates", "timeline-1", "timeline-2"];
+        assert_eq!(names, own.map(|n| format!("1-replay-{n}.svg")));
+        for (name, svg) in &page.plots {
+            assert!(svg.starts_with("<svg ") && svg.contains("xmlns="), "{name} stands alone");
+            assert!(svg.ends_with("</svg>") && !svg.contains("NaN") && !svg.contains("<i>"), "{name}: {svg}");
+            assert!(page.html.contains(svg.as_str()), "{name} is on the page");
+        }
+        let shared = &page.plots[0].1;
+        assert!(shared.contains("ours (a.json)") && shared.contains("theirs (b.json)"));
+        assert_eq!(shared.matches("<circle").count(), 2);
+        assert!(page.plots[2].1.contains("1 request: 10.0"), "5 tokens after the first in half a second");
+        assert!(page.plots[3].1.contains("&lt;b&gt;") && page.plots[3].1.contains("#b00020"));
+        // A document of before has no timeline.
+        let mut before = with_runs("ours");
+        before["arms"][0]["runs"][0]["timeline"] = Value::Null;
+        let page = super::super::page("t", &[("a.json".into(), before)]).unwrap();
+        assert_eq!(page.plots.len(), 1);
     }
 
     #[test]

@@ -5,13 +5,14 @@
 
 use std::fmt::Write as _;
 
-const WIDTH: f64 = 720.0;
+pub(crate) const WIDTH: f64 = 720.0;
 const HEIGHT: f64 = 360.0;
-const LEFT: f64 = 76.0;
+pub(crate) const LEFT: f64 = 76.0;
 const RIGHT: f64 = 16.0;
-const TOP: f64 = 34.0;
+pub(crate) const TOP: f64 = 34.0;
 const BOTTOM: f64 = 48.0;
-const COLOURS: [&str; 7] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a"];
+pub(crate) const COLOURS: [&str; 7] =
+    ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a"];
 const DASHES: [&str; 4] = ["", "7 3", "2 3", "9 3 2 3"];
 const STYLE: &str = "<style>.p{font:13px system-ui,sans-serif}.p text{fill:#222}.p .a{stroke:#888}.p .g{stroke:#ddd}\
 @media(prefers-color-scheme:dark){.p text{fill:#ddd}.p .a{stroke:#888}.p .g{stroke:#444}}</style>";
@@ -35,7 +36,7 @@ pub(super) struct Bar {
 }
 
 /// Text made safe for XML and HTML.
-pub(super) fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
@@ -52,7 +53,8 @@ pub(super) fn escape(text: &str) -> String {
     out
 }
 
-fn open(title: &str, height: f64) -> String {
+/// The start of a plot with its title above.
+pub(crate) fn open(title: &str, height: f64) -> String {
     format!(
         "<svg class=\"p\" xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" \
          aria-label=\"{0}\">{STYLE}<text x=\"{1}\" y=\"18\" text-anchor=\"middle\" font-weight=\"600\">{0}</text>",

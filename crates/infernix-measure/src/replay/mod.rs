@@ -8,6 +8,7 @@ pub mod observe;
 pub mod page;
 pub mod persona;
 pub mod plan;
+pub(crate) mod plots;
 pub mod proxy;
 pub mod record;
 pub mod report;

@@ -2,7 +2,7 @@
 
 use super::metrics::{FIGURES, Kind, classes, cold, figures, intervals};
 use super::plan::Plan;
-use super::runner::Run;
+use super::runner::{Row, Run};
 use crate::bench::gpu::{Gpu, moved};
 use crate::bench::machine::Machine;
 use serde_json::{Map, Value, json};
@@ -172,6 +172,18 @@ impl Report {
                 });
                 metrics.insert(key.into(), value);
             }
+            let milliseconds = |t: f64| (t * 1000.0).round() / 1000.0;
+            let request = |r: &Row| {
+                json!({
+                    "tag": r.tag(),
+                    "cls": r.class.name(),
+                    "t_send": milliseconds(r.sent),
+                    "t_first": r.first.map(milliseconds),
+                    "t_done": milliseconds(r.done),
+                    "output_tokens": r.exchange.output_tokens(),
+                    "failed": r.failure().is_some(),
+                })
+            };
             let runs = own.iter().map(|p| {
                 json!({
                     "seed": p.seed,
@@ -180,6 +192,7 @@ impl Report {
                     "wall_s": p.run.wall,
                     "intervals": intervals(&p.run),
                     "classes": classes(&p.run),
+                    "timeline": p.run.rows.iter().map(request).collect::<Vec<_>>(),
                     "notes": p.run.notes.len(),
                     "peak_ram_mib": p.peak_ram_mib,
                     "peak_vram_mib": p.peak_vram_mib,

@@ -50,6 +50,11 @@ impl Row {
         self.exchange.failure.as_ref().filter(|_| !self.aborted)
     }
 
+    /// What a request is called in reports.
+    pub(crate) fn tag(&self) -> String {
+        format!("{}#{}", self.actor, self.index)
+    }
+
     /// For `client.jsonl`.
     pub fn to_json(&self, arm: &str) -> Value {
         let a = &self.exchange.answer;
@@ -64,7 +69,7 @@ impl Row {
         json!({
             "arm": arm,
             "actor": self.actor,
-            "tag": format!("{}#{}", self.actor, self.index),
+            "tag": self.tag(),
             "cls": self.class.name(),
             "copy": self.copy,
             "seed": self.seed,
