@@ -2,22 +2,34 @@
 //! does besides falls on both, and each pair gives a ratio.
 
 use crate::synth::Failure;
-use infernix_measure::paired::{Change, change};
+use infernix_measure::bench::machine::Machine;
+use infernix_measure::paired::{Change, MIN_SHOWN, change};
 use serde_json::{Value, json};
+use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 const HELP: &str = "\
 usage: cargo xtask perf A B [--rounds N] [--json] [-- BENCH ARGUMENTS]
 
 A and B are commits, or programs (a path with a slash). Commits are built in release, one after the other in one worktree under
-target/perf, so that of the second only what differs is built; their programs stay there for the next time. Both run `infernix bench BENCH ARGUMENTS` N times in turns, A B B A and so on; for each test the ratio of B's rate to A's is
-printed: geometric mean over the pairs with its 95 % bootstrap interval. Defaults: 8 rounds, -p 256 -n 64 -r 1 on the demo.";
+target/perf, so that of the second only what differs is built; their programs stay there for the next time. `rm -r target/perf`
+and `git worktree prune` remove all. Both run `infernix bench BENCH ARGUMENTS` once uncounted, then N times in turns, A B B A
+and so on; for each test the ratio of B's rate to A's is printed: geometric mean over the pairs with its 95 % bootstrap
+interval, after each round what is known so far. Fewer than 6 rounds show no change; the same commit twice shows the
+machine's noise. Defaults: 8 rounds, -p 256 -n 64 -r 1 on the demo of this tree ($INFERNIX_MODEL names another model).";
 
 /// One of the two.
 struct Side {
     name: String,
     program: PathBuf,
+}
+
+/// What an argument names.
+enum Named {
+    Program(PathBuf),
+    /// Its full hash.
+    Commit(String),
 }
 
 /// Parses the arguments, builds, measures and prints.
@@ -44,7 +56,20 @@ pub(crate) fn run(args: &[String]) -> Result<(), Failure> {
         }
     }
     let Ok([a, b]) = <[String; 2]>::try_from(sides) else { return Err(Failure::Usage(HELP.into())) };
-    let sides = [side(&a)?, side(&b)?];
+    // Both are looked up before the first is built, which takes minutes.
+    let named = [find(&a)?, find(&b)?];
+    let home = root().join("target/perf");
+    std::fs::create_dir_all(&home).map_err(|e| format!("{}: {e}", home.display()))?;
+    let home = home.canonicalize().map_err(|e| format!("{}: {e}", home.display()))?;
+    let lock = home.join("lock");
+    let lock = File::create(&lock).map_err(|e| format!("{}: {e}", lock.display()))?;
+    if lock.try_lock().is_err() {
+        return Err(Failure::Failed(
+            "another comparison runs in target/perf; both would be disturbed".into(),
+        ));
+    }
+    let [first, second] = named;
+    let sides = [side(&a, first, &home)?, side(&b, second, &home)?];
     let tests = measure(&sides, rounds, &bench)?;
     if as_json {
         let rows = tests.iter().map(|t| {
@@ -54,8 +79,8 @@ pub(crate) fn run(args: &[String]) -> Result<(), Failure> {
             })
         });
         let document = json!({
-            "schema_version": 1, "kind": "perf", "a": sides[0].name, "b": sides[1].name, "rounds": rounds,
-            "bench_arguments": bench, "tests": rows.collect::<Vec<_>>(),
+            "schema_version": 1, "kind": "perf", "machine": Machine::this().to_json(), "a": sides[0].name,
+            "b": sides[1].name, "rounds": rounds, "bench_arguments": bench, "tests": rows.collect::<Vec<_>>(),
         });
         println!("{document:#}");
     } else {
@@ -73,6 +98,10 @@ struct Test {
 
 fn measure(sides: &[Side; 2], rounds: usize, bench: &[String]) -> Result<Vec<Test>, Failure> {
     let mut tests: Vec<Test> = Vec::new();
+    // What cannot run fails here, and what a first run has to make or read is there for the others.
+    for side in sides {
+        bench_once(side, bench)?;
+    }
     for round in 0..rounds {
         let order = if round % 2 == 0 { [0, 1] } else { [1, 0] };
         for which in order {
@@ -84,16 +113,23 @@ fn measure(sides: &[Side; 2], rounds: usize, bench: &[String]) -> Result<Vec<Tes
                 tests[at].rates[which].push(rate);
             }
         }
-        eprintln!("round {} of {rounds}", round + 1);
-    }
-    for t in &mut tests {
-        t.change = change(&t.rates[0], &t.rates[1]);
+        for t in &mut tests {
+            t.change = change(&t.rates[0], &t.rates[1]);
+        }
+        // An interruption loses the rounds to come, not those that were.
+        eprintln!("round {} of {rounds}\n{}", round + 1, table(sides, &tests));
     }
     Ok(tests)
 }
 
 fn bench_once(side: &Side, bench: &[String]) -> Result<Vec<(String, f64)>, Failure> {
-    let output = Command::new(&side.program).arg("bench").args(bench).args(["--no-limit", "--json"]).output();
+    let mut command = Command::new(&side.program);
+    if std::env::var_os("INFERNIX_MODEL").is_none_or(|v| v.is_empty()) {
+        // One model for both, whatever lies in this folder and in the tree of the last build.
+        command.env("INFERNIX_MODEL", root().join("models/flash-demo-nvfp4"));
+    }
+    let output =
+        command.arg("bench").args(bench).args(["--no-limit", "--json"]).stdin(Stdio::null()).output();
     let output = output.map_err(|e| format!("{}: {e}", side.program.display()))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -116,10 +152,14 @@ fn table(sides: &[Side; 2], tests: &[Test]) -> String {
         sides[0].name, sides[1].name
     );
     for t in tests {
-        let mean = |v: &[f64]| v.iter().sum::<f64>() / v.len().max(1) as f64;
+        let mean = |v: &[f64]| match v.len() {
+            0 => "-".into(),
+            n => format!("{:.1}", v.iter().sum::<f64>() / n as f64),
+        };
         let (ratio, interval, verdict) = t.change.map_or(("-".into(), "-".into(), ""), |c| {
             let interval = c.interval.map_or("-".into(), |[a, b]| format!("{a:.3} to {b:.3}"));
             let verdict = match (c.shown(), c.ratio > 1.0) {
+                (false, _) if c.pairs < MIN_SHOWN => "too few rounds",
                 (false, _) => "level",
                 (true, true) => "B faster",
                 (true, false) => "B slower",
@@ -127,7 +167,7 @@ fn table(sides: &[Side; 2], tests: &[Test]) -> String {
             (format!("{:.3}", c.ratio), interval, verdict)
         });
         out.push_str(&format!(
-            "| {} | {:.1} | {:.1} | {ratio} | {interval} | {verdict} |\n",
+            "| {} | {} | {} | {ratio} | {interval} | {verdict} |\n",
             t.label,
             mean(&t.rates[0]),
             mean(&t.rates[1])
@@ -136,39 +176,55 @@ fn table(sides: &[Side; 2], tests: &[Test]) -> String {
     out
 }
 
-/// A program as it is, or a commit built.
-fn side(name: &str) -> Result<Side, Failure> {
-    if name.contains('/') {
-        let program = PathBuf::from(name);
-        return Ok(Side { name: name.rsplit('/').next().unwrap_or(name).to_owned(), program });
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn git(args: &[&str]) -> Result<String, Failure> {
+    let output = Command::new("git").args(args).current_dir(root()).output();
+    let output = output.map_err(|e| format!("git: {e}"))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(Failure::Failed(format!("git {}: {}", args.join(" "), said.trim())));
     }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let git = |args: &[&str]| -> Result<String, Failure> {
-        let output =
-            Command::new("git").args(args).current_dir(&root).output().map_err(|e| format!("git: {e}"))?;
-        if !output.status.success() {
-            return Err(Failure::Failed(format!(
-                "git {}: {}",
-                args.join(" "),
-                String::from_utf8_lossy(&output.stderr)
-            )));
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// A program, or else a commit: branches have slashes, too.
+fn find(name: &str) -> Result<Named, Failure> {
+    if name.contains('/') && Path::new(name).is_file() {
+        return Ok(Named::Program(name.into()));
+    }
+    let commit = git(&["rev-parse", "--verify", "--quiet", &format!("{name}^{{commit}}")]);
+    let commit = commit.map_err(|_| format!("{name}: neither a commit of this repository nor a program"))?;
+    Ok(Named::Commit(commit))
+}
+
+/// A program as it is, or a commit built.
+fn side(name: &str, named: Named, home: &Path) -> Result<Side, Failure> {
+    let commit = match named {
+        Named::Program(program) => {
+            return Ok(Side { name: name.rsplit('/').next().unwrap_or(name).to_owned(), program });
         }
-        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        Named::Commit(commit) => commit,
     };
-    let commit = git(&["rev-parse", "--verify", &format!("{name}^{{commit}}")])?;
-    let short = commit[..12].to_owned();
-    let home = root.join("target/perf");
-    std::fs::create_dir_all(&home).map_err(|e| format!("{}: {e}", home.display()))?;
-    let home = home.canonicalize().map_err(|e| format!("{}: {e}", home.display()))?;
+    let short = &commit[..12];
     let program = home.join(format!("infernix-{short}"));
     if !program.is_file() {
+        eprintln!("building {name} ({short})");
         // One place for every commit: a crate elsewhere is another crate to cargo, and would be built anew with all that needs it.
         let tree = home.join("tree");
         let tree_name = tree.display().to_string();
-        if git(&["-C", &tree_name, "rev-parse", "--show-toplevel"]).is_ok_and(|top| Path::new(&top) == tree) {
-            git(&["-C", &tree_name, "checkout", "--quiet", "--force", "--detach", &commit])?;
-        } else {
-            git(&["worktree", "add", "--detach", "--force", &tree_name, &commit])?;
+        let is_ours =
+            git(&["-C", &tree_name, "rev-parse", "--show-toplevel"]).is_ok_and(|top| Path::new(&top) == tree);
+        let checkout = ["-C", &tree_name, "checkout", "--quiet", "--force", "--detach", &commit];
+        if !is_ours || git(&checkout).is_err() {
+            // What a run that was killed left there is half a worktree or locked, and git adds none over it.
+            if tree.exists() {
+                std::fs::remove_dir_all(&tree).map_err(|e| format!("{}: {e}", tree.display()))?;
+            }
+            git(&["worktree", "prune"])?;
+            git(&["worktree", "add", "--detach", "--force", "--force", &tree_name, &commit])?;
         }
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let target = home.join("build");
@@ -179,7 +235,7 @@ fn side(name: &str) -> Result<Side, Failure> {
             .status()
             .map_err(|e| format!("cargo: {e}"))?;
         if !status.success() {
-            return Err(Failure::Failed(format!("{name} does not build: {status}")));
+            return Err(Failure::Failed(format!("{name} ({short}) does not build: {status}")));
         }
         // Under another name first: half a program must not pass for one the next time.
         let half = home.join(format!("infernix-{short}.half"));
@@ -205,22 +261,33 @@ mod tests {
         );
         std::fs::write(&path, text).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        side(&path.display().to_string()).unwrap()
+        let name = path.display().to_string();
+        side(&name, find(&name).unwrap(), folder).unwrap()
     }
 
     #[test]
     fn programs_run_in_turns_and_their_ratio_has_an_interval() {
         let folder = tempfile::tempdir().unwrap();
         let sides = [program(folder.path(), "a", 100.0), program(folder.path(), "b", 120.0)];
-        let tests = measure(&sides, 4, &["-n".to_owned(), "4".to_owned()]).unwrap();
+        let tests = measure(&sides, 6, &["-n".to_owned(), "4".to_owned()]).unwrap();
         let c = tests[0].change.unwrap();
-        assert!((c.ratio - 1.2).abs() < 1e-12 && c.pairs == 4 && c.shown());
+        assert!((c.ratio - 1.2).abs() < 1e-12 && c.pairs == 6 && c.shown());
         let text = table(&sides, &tests);
         assert!(text.contains("| tg4 | 100.0 | 120.0 | 1.200 | 1.200 to 1.200 | B faster |"), "{text}");
         let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
         let order: String = log.lines().map(|l| &l[..1]).collect();
-        assert_eq!(order, "abbaabba");
+        assert_eq!(order, "ababbaabbaabba");
         assert!(log.lines().all(|l| l.ends_with("bench -n 4 --no-limit --json")), "{log}");
+    }
+
+    #[test]
+    fn few_rounds_claim_no_change_and_a_test_of_one_side_alone_has_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let sides = [program(folder.path(), "a", 100.0), program(folder.path(), "b", 120.0)];
+        let tests = measure(&sides, 5, &[]).unwrap();
+        assert!(table(&sides, &tests).contains("| 1.200 | 1.200 to 1.200 | too few rounds |"));
+        let lone = Test { label: "pp8".into(), rates: [vec![1.0], Vec::new()], change: None };
+        assert!(table(&sides, &[lone]).contains("| pp8 | 1.0 | - | - | - |  |"));
     }
 
     #[test]
@@ -228,6 +295,11 @@ mod tests {
         let args = |list: &[&str]| list.iter().map(|a| (*a).to_owned()).collect::<Vec<_>>();
         for wrong in [&["a"][..], &["a", "b", "c"], &["a", "b", "--rounds", "0"], &["a", "b", "--fast"]] {
             assert!(matches!(run(&args(wrong)), Err(Failure::Usage(_))), "{wrong:?}");
+        }
+        // Found before anything is built.
+        for unknown in [["HEAD", "no-such-commit"], ["no/such/branch", "HEAD"]] {
+            let said = run(&args(&unknown));
+            assert!(matches!(said, Err(Failure::Failed(t)) if t.contains("neither a commit")), "{unknown:?}");
         }
         let none = Side { name: "x".into(), program: "/nonexistent/x".into() };
         assert!(bench_once(&none, &[]).is_err());

@@ -7,16 +7,20 @@ use crate::bootstrap::{Draws, Interval, RESAMPLES, SEED};
 pub struct Change {
     /// Geometric mean of the pairs' ratios, second over first.
     pub ratio: f64,
-    /// Its 95 % interval: percentile bootstrap over pairs; none for fewer than two.
+    /// Its 95 % interval: percentile bootstrap over pairs; none for fewer than [`crate::bootstrap::MIN_CHUNKS`].
     pub interval: Option<Interval>,
     /// Pairs.
     pub pairs: usize,
 }
 
+/// Fewer pairs show no change: that five differ in one direction happens to equal programs once in 16 times, which is more
+/// than an interval of 95 % may be wrong.
+pub const MIN_SHOWN: usize = 6;
+
 impl Change {
-    /// Whether the interval leaves out 1: a change that this many pairs show.
+    /// Whether the interval leaves out 1, and the pairs are enough to believe it.
     pub fn shown(&self) -> bool {
-        self.interval.is_some_and(|[low, high]| low > 1.0 || high < 1.0)
+        self.pairs >= MIN_SHOWN && self.interval.is_some_and(|[low, high]| low > 1.0 || high < 1.0)
     }
 }
 
@@ -44,6 +48,8 @@ mod tests {
         assert_eq!(change(&[1.0], &[1.5]).unwrap().interval, None);
         let up = change(&[1.0; 8], &[1.1; 8]).unwrap();
         assert!(up.shown() && (up.ratio - 1.1).abs() < 1e-12);
+        let few = change(&[1.0; 5], &[1.1; 5]).unwrap();
+        assert!(few.interval.is_some() && !few.shown(), "{few:?}");
         assert!(change(&[], &[]).is_none() && change(&[1.0], &[1.0, 2.0]).is_none());
         assert!(change(&[0.0], &[1.0]).is_none() && change(&[1.0], &[f64::NAN]).is_none());
     }
