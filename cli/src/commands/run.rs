@@ -395,7 +395,9 @@ impl<'a> Chat<'a> {
                     }
                     answer.content.push_str(&text);
                 }
-                Event::Call(call) => {
+                // Nothing holds calls to a grammar here, so they come whole.
+                Event::CallBegin(_) | Event::CallPart(_) => {}
+                Event::Call(call) | Event::CallEnd { call, .. } => {
                     if !quiet {
                         if answer.content.is_empty()
                             && answer.calls.is_empty()

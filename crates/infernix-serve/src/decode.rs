@@ -4,13 +4,15 @@ use crate::error::ApiError;
 use crate::ids;
 use crate::piece::{End, Finish, Observed, Piece, Progress, Times, TokenLogprob, TokenUsage};
 use crate::reply::Running;
-use crate::tools::{Call, Tools};
+use crate::tools::{Call, Identity, Tools};
 use infernix_engine::cache::Miss;
 use infernix_engine::sched::{Event, Finish as EngineFinish, RequestError, Sampled};
+use infernix_text::grammar::INPUT;
 use infernix_text::{
-    Channel, Detokenizer, Event as TextEvent, OutputOptions, OutputParser, Start, StopMatcher, Tokenizer,
-    ToolSet,
+    CallPart, Channel, Detokenizer, Event as TextEvent, OutputOptions, OutputParser, ParsedCall, Start,
+    StopMatcher, Tokenizer, ToolSet,
 };
+use serde_json::Map;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -41,6 +43,8 @@ pub(crate) struct DecodeOptions {
     pub(crate) call_prefix: &'static str,
     /// An answer of nothing gets a newline, because clients take an empty turn for a fault.
     pub(crate) never_empty: bool,
+    /// Calls are held to their grammar, so they are given while they are made.
+    pub(crate) held: bool,
     /// Calls only: what is no call is the beginning of one.
     pub(crate) calls_only: bool,
 }
@@ -53,6 +57,15 @@ pub(crate) struct Scored {
     pub(crate) times: Times,
 }
 
+/// A call that is being made.
+struct Making {
+    call: Call,
+    /// What runs here is given in one piece.
+    whole: bool,
+    /// How much of a free text has been given.
+    given: String,
+}
+
 /// Reads one answer.
 pub(crate) struct Decoder {
     options: DecodeOptions,
@@ -62,6 +75,7 @@ pub(crate) struct Decoder {
     pending: Vec<TokenLogprob>,
     usage: TokenUsage,
     calls: usize,
+    making: Option<Making>,
     said: bool,
     /// Content, apart from reasoning.
     wrote: bool,
@@ -90,6 +104,7 @@ impl Decoder {
             tools: Arc::clone(&options.set),
             tolerant: options.tolerant,
             calls_in_reasoning: options.tolerant,
+            held: options.held,
             stops: content_stops,
         });
         Self {
@@ -99,6 +114,7 @@ impl Decoder {
             pending: Vec::new(),
             usage: TokenUsage { prompt: options.prompt_tokens, ..TokenUsage::default() },
             calls: 0,
+            making: None,
             said: false,
             wrote: false,
             read: 0,
@@ -289,7 +305,50 @@ impl Decoder {
                         &call,
                     )));
                 }
+                TextEvent::CallBegin(name) => {
+                    self.flush_reasoning(out);
+                    let call = ParsedCall { name, arguments: Map::new() };
+                    let id = ids::fresh(self.options.call_prefix);
+                    let mut call = Call::new(id, &self.options.tools, &call);
+                    call.json.clear();
+                    let whole =
+                        matches!(call.identity, Identity::ServerSearch { .. } | Identity::ClientSearch);
+                    if !whole {
+                        self.said = true;
+                        self.calls += 1;
+                        out.push(Piece::CallBegin(call.clone()));
+                    }
+                    self.making = Some(Making { call, whole, given: String::new() });
+                }
+                TextEvent::CallPart(part) => {
+                    if let Some(making) = &mut self.making {
+                        making.part(part, out);
+                    }
+                }
+                TextEvent::CallEnd { call, whole } => {
+                    if let Some(making) = self.making.take() {
+                        self.call_end(making, call, whole, out);
+                    }
+                }
             }
+        }
+    }
+
+    /// The end of a call that was given in pieces, or of one that is given now.
+    fn call_end(&mut self, making: Making, parsed: ParsedCall, ended: bool, out: &mut Vec<Piece>) {
+        let Making { mut call, whole, given } = making;
+        call.arguments = parsed.arguments;
+        if !whole {
+            if let Identity::Custom { .. } = call.identity
+                && let Some(rest) = call.input().strip_prefix(&given).filter(|rest| !rest.is_empty())
+            {
+                out.push(Piece::CallPart(rest.to_owned()));
+            }
+            out.push(Piece::CallEnd(call, ended));
+        } else if ended {
+            self.said = true;
+            self.calls += 1;
+            out.push(Piece::Call(call));
         }
     }
 
@@ -369,6 +428,23 @@ impl Decoder {
             timings: times.unwrap_or_else(|| self.times()),
             diagnostics,
         })));
+    }
+}
+
+impl Making {
+    fn part(&mut self, part: CallPart, out: &mut Vec<Piece>) {
+        self.call.json += &part.json;
+        let text = match (&self.call.identity, part.text) {
+            (Identity::Custom { .. }, Some((name, text))) if name == INPUT => {
+                self.given += &text;
+                text
+            }
+            (Identity::Custom { .. }, _) => String::new(),
+            _ => part.json,
+        };
+        if !self.whole && !text.is_empty() {
+            out.push(Piece::CallPart(text));
+        }
     }
 }
 

@@ -6,7 +6,8 @@ use infernix_engine::sched::Timings;
 use infernix_text::{Diagnostics, Tool};
 use serde_json::{Value, json};
 
-/// A part of an answer. The decoder gives them in this order: progress, reasoning, content, calls, one end or failure.
+/// A part of an answer. The decoder gives them in this order: progress, reasoning, content, calls (whole or in pieces), one end
+/// or failure.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Piece {
     /// Prompt tokens read so far.
@@ -17,6 +18,12 @@ pub(crate) enum Piece {
     Content(String, Vec<TokenLogprob>),
     /// A whole call.
     Call(Call),
+    /// A call begins whose arguments follow in pieces; nothing else comes before its end.
+    CallBegin(Call),
+    /// More of the open call: of its arguments as JSON text, or of its text where it takes free text.
+    CallPart(String),
+    /// The open call's end; whether it came to it, or was cut.
+    CallEnd(Call, bool),
     /// What a search that ran here found. Reasoning and content may follow again.
     Found(Found),
     /// The answer is complete.

@@ -169,6 +169,8 @@ impl App {
             stops: turn.stops.clone(),
             constrained: turn.format.is_some(),
             observed: turn.format.is_some() || call_rules(&turn.tools).is_some_and(|r| r.demands()),
+            // A text of JSON may look like a call.
+            held: turn.format.is_none() && call_rules(&turn.tools).is_some_and(|r| r.holds()),
             tolerant: self.options.tolerant_tool_calls,
             logprobs: turn.logprobs.is_some(),
             prompt_tokens: prompt.len(),

@@ -82,7 +82,7 @@ impl Searching {
         match piece {
             Piece::Reasoning(text) => self.reasoning.push_str(text),
             Piece::Content(text, _) => self.content.push_str(text),
-            Piece::Call(call) => self.calls.push(call.clone()),
+            Piece::Call(call) | Piece::CallEnd(call, true) => self.calls.push(call.clone()),
             _ => {}
         }
     }

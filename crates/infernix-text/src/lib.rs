@@ -20,7 +20,7 @@ pub use error::{Result, TextError};
 pub use generation::{Family, GenerationDefaults, Sampling};
 pub use message::{Content, FunctionCall, Message, Role, Tool, ToolCall};
 pub use output::{
-    Channel, Diagnostics, Event, Fallback, OutputOptions, OutputParser, ParsedCall, Start, ToolSet,
+    CallPart, Channel, Diagnostics, Event, Fallback, OutputOptions, OutputParser, ParsedCall, Start, ToolSet,
 };
 pub use prompt::{ChatFormat, ChatOptions, EFFORTS, Prompt, Resources};
 pub use stop::StopMatcher;

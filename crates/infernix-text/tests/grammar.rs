@@ -6,7 +6,9 @@ use std::sync::{Arc, LazyLock};
 use infernix_text::grammar::{
     Answer, CallRules, Choice, Grammar, GrammarCompiler, Guide, GuideOptions, InputForm, ToolRule,
 };
-use infernix_text::{ChatFormat, Event, OutputOptions, OutputParser, Resources, Start, Tool, ToolSet};
+use infernix_text::{
+    ChatFormat, Event, OutputOptions, OutputParser, ParsedCall, Resources, Start, Tool, ToolSet,
+};
 use serde_json::{Value, json};
 
 static FORMAT: LazyLock<ChatFormat> = LazyLock::new(|| {
@@ -525,17 +527,9 @@ fn random_strict_calls_parse_into_their_schema() {
         let Some(text) = walk(&grammar, options, &mut random, 160) else { continue };
         let options =
             OutputOptions { start: Start::Reasoning, tools: Arc::clone(&set), ..OutputOptions::default() };
-        let mut parser = OutputParser::new(options);
-        let mut events = parser.push(&text);
-        events.extend(parser.finish());
-        let calls: Vec<_> = events
-            .iter()
-            .filter_map(|e| match e {
-                Event::Call(call) => Some(call),
-                Event::Content(text) => panic!("text beside required calls: {text:?}"),
-                Event::Reasoning(_) => None,
-            })
-            .collect();
+        let calls = calls_of(&options, &text);
+        // While they are made, they say the same.
+        assert_eq!(calls_of(&OutputOptions { held: true, ..options }, &text), calls, "{text}");
         assert!(!calls.is_empty(), "{text}");
         for call in calls {
             let rule = rules.tools.iter().find(|t| t.name == call.name).expect("declared");
@@ -659,6 +653,19 @@ fn random_free_form_calls_parse_into_texts_of_their_grammar() {
     assert!(seen > 30, "only {seen} calls came to an end");
 }
 
+/// The calls that an output is made of.
+fn calls_of(options: &OutputOptions, text: &str) -> Vec<ParsedCall> {
+    let mut parser = OutputParser::new(options.clone());
+    let mut events = parser.push(text);
+    events.extend(parser.finish());
+    let call = |event| match event {
+        Event::Call(call) | Event::CallEnd { call, whole: true } => Some(call),
+        Event::Content(_) | Event::CallEnd { .. } => panic!("not calls alone: {event:?} of {text:?}"),
+        Event::Reasoning(_) | Event::CallBegin(_) | Event::CallPart(_) => None,
+    };
+    events.into_iter().filter_map(call).collect()
+}
+
 /// A tool with one required member of this schema, strict and demanded.
 fn strict_member(name: &str, member: Value) -> Result<(Arc<Grammar>, ToolSet), String> {
     let parameters = json!({"type": "object", "properties": {name: member, "z": {"type": "boolean"}},
@@ -673,13 +680,10 @@ fn strict_member(name: &str, member: Value) -> Result<(Arc<Grammar>, ToolSet), S
 fn arguments(set: &ToolSet, text: &str) -> serde_json::Map<String, Value> {
     let options =
         OutputOptions { start: Start::Content, tools: Arc::new(set.clone()), ..OutputOptions::default() };
-    let mut parser = OutputParser::new(options);
-    let mut events = parser.push(text);
-    events.extend(parser.finish());
-    match events.as_slice() {
-        [Event::Call(call)] => call.arguments.clone(),
-        other => panic!("not one call: {other:?} of {text:?}"),
-    }
+    let calls = calls_of(&options, text);
+    assert_eq!(calls_of(&OutputOptions { held: true, ..options }, text), calls, "{text:?}");
+    let [call] = calls.as_slice() else { panic!("not one call: {calls:?} of {text:?}") };
+    call.arguments.clone()
 }
 
 #[test]

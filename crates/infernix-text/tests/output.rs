@@ -13,6 +13,8 @@ struct Parsed {
     reasoning: Option<String>,
     content: String,
     calls: Vec<(String, String)>,
+    /// Calls told while they were made: name and JSON text.
+    begun: Vec<(String, String)>,
     diagnostics: Diagnostics,
     stopped: Option<usize>,
 }
@@ -31,9 +33,13 @@ fn parse<'a>(options: &OutputOptions, pieces: impl IntoIterator<Item = &'a str>)
                     assert!(out.calls.is_empty(), "content after calls");
                     out.content.push_str(&text);
                 }
-                Event::Call(call) => out
+                Event::Call(call) | Event::CallEnd { call, .. } => out
                     .calls
                     .push((call.name.clone(), serde_json::to_string(&call.arguments).expect("serializes"))),
+                Event::CallBegin(name) => out.begun.push((name, String::new())),
+                Event::CallPart(part) => {
+                    out.begun.last_mut().expect("a call has begun").1.push_str(&part.json);
+                }
             }
         }
     };
@@ -311,4 +317,75 @@ fn endless_white_space_after_a_closer_costs_linear_time() {
     let got = parse(&options(Start::Content, false), pieces(&text, 3));
     assert_eq!(got.content, text);
     assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
+}
+
+/// Options for an output whose calls are held to their grammar.
+fn held() -> OutputOptions {
+    let schema = json!({"properties": {"path": {"type": "string"}, "line": {"type": "integer"},
+        "tags": {"type": "array"}, "any": {}}});
+    let set = ToolSet::new(&[Tool::function("edit", "", schema), Tool::function("ping", "", json!({}))]);
+    OutputOptions { start: Start::Content, tools: Arc::new(set), held: true, ..OutputOptions::default() }
+}
+
+#[test]
+fn a_held_call_is_told_while_it_is_made_and_says_the_same_however_it_is_cut() {
+    let parameter = |name: &str, value: &str| format!("<parameter={name}>\n{value}\n</parameter>\n");
+    let call = |body: &str| format!("<tool_call>\n<function=edit>\n{body}</function>\n</tool_call>");
+    let ping = "<tool_call>\n<function=ping>\n</function>\n</tool_call>";
+    for (text, json) in [
+        (call(""), vec!["{}"]),
+        (call(&parameter("path", "a\"b\n\né😀\\")), vec![r#"{"path": "a\"b\n\né😀\\"}"#]),
+        (call(&parameter("path", "")), vec![r#"{"path": ""}"#]),
+        (call(&parameter("path", "\n")), vec![r#"{"path": "\n"}"#]),
+        (
+            call(&parameter("path", "x </parameter> y <parameter=y> \n</function> z")),
+            vec![r#"{"path": "x </parameter> y <parameter=y> \n</function> z"}"#],
+        ),
+        (
+            call(&(parameter("line", "3") + &parameter("path", "p") + &parameter("tags", "[1, \"a\"]"))),
+            vec![r#"{"line": 3, "path": "p", "tags": [1, "a"]}"#],
+        ),
+        (call(&(parameter("line", "") + &parameter("any", "True x"))), vec![r#"{"any": "True x"}"#]),
+        (format!("{ping}\n{}", call(&parameter("path", "p"))), vec!["{}", r#"{"path": "p"}"#]),
+    ] {
+        let whole = parse(&OutputOptions { held: false, ..held() }, [text.as_str()]);
+        for n in [1, 2, 3, 7, 1000] {
+            let told = parse(&held(), pieces(&text, n));
+            assert_eq!(
+                told.begun.iter().map(|(_, j)| j.as_str()).collect::<Vec<_>>(),
+                json,
+                "{text:?} by {n}"
+            );
+            assert_eq!((&told.calls, &told.content), (&whole.calls, &whole.content), "{text:?} by {n}");
+            assert_eq!(told.diagnostics, whole.diagnostics, "{text:?} by {n}");
+            let said: Vec<Value> = told.begun.iter().map(|(_, j)| j.parse().expect("JSON")).collect();
+            let calls: Vec<Value> = told.calls.iter().map(|(_, j)| j.parse().expect("JSON")).collect();
+            assert_eq!(said, calls);
+        }
+    }
+    // The text comes as it is written, and not at the end.
+    let mut parser = OutputParser::new(held());
+    let mut early = String::new();
+    for event in parser.push("<tool_call>\n<function=edit>\n<parameter=path>\nfirst line\nsecond") {
+        if let Event::CallPart(part) = event {
+            early += &part.text.expect("of a text").1;
+        }
+    }
+    assert_eq!(early, "first line\nsecond");
+}
+
+#[test]
+fn a_held_call_that_is_cut_ends_with_what_is_whole_of_it() {
+    let cut =
+        "hm <tool_call>\n<function=edit>\n<parameter=line>\n3\n</parameter>\n<parameter=path>\nhalf\n</para";
+    for n in [1, 5, 1000] {
+        let told = parse(&held(), pieces(cut, n));
+        assert_eq!(told.content, "hm");
+        assert_eq!(told.begun, [("edit".to_owned(), r#"{"line": 3, "path": "half"#.to_owned())]);
+        assert_eq!(told.calls, [("edit".to_owned(), r#"{"line":3}"#.to_owned())]);
+        assert!(told.diagnostics.truncated_call && told.diagnostics.structured_call_count == 0);
+    }
+    // Before a call has begun nothing has been told, and what was read is text.
+    let told = parse(&held(), ["hm <tool_call>\n<function=ed"]);
+    assert_eq!((told.content.as_str(), told.begun.len()), ("hm <tool_call>\n<function=ed", 0));
 }

@@ -27,6 +27,8 @@ struct Choice {
     content: String,
     logprobs: Vec<Value>,
     calls: Vec<Value>,
+    /// The last call is being made: the kind of its body, and the name of its text there.
+    making: Option<(&'static str, &'static str)>,
     finish: Option<&'static str>,
     constraint: Option<Observed>,
 }
@@ -141,6 +143,30 @@ impl ChatReply {
         self.delta(index, json!({"tool_calls": [value]}), Vec::new(), None, timings);
     }
 
+    fn call_begin(&mut self, index: usize, call: &Call, timings: Option<Value>) {
+        let (kind, field) = match call.identity {
+            Identity::Custom { .. } => ("custom", "input"),
+            _ => ("function", "arguments"),
+        };
+        let bare = Call { arguments: Map::new(), json: String::new(), ..call.clone() };
+        self.call(index, &bare, timings);
+        self.choices[index].making = Some((kind, field));
+    }
+
+    fn call_part(&mut self, index: usize, text: &str, timings: Option<Value>) {
+        let choice = &mut self.choices[index];
+        let (Some((kind, field)), Some(at)) = (choice.making, choice.calls.len().checked_sub(1)) else {
+            return;
+        };
+        if let Some(Value::String(whole)) =
+            choice.calls[at].get_mut(kind).and_then(|body| body.get_mut(field))
+        {
+            whole.push_str(text);
+        }
+        let part = json!({"index": at, kind: {field: text}});
+        self.delta(index, json!({"tool_calls": [part]}), Vec::new(), None, timings);
+    }
+
     fn end(&mut self, index: usize, end: &End) {
         if !self.enter(index, Phase::Finished) {
             return;
@@ -238,9 +264,21 @@ impl Reply for ChatReply {
             }
             Piece::Call(call) => {
                 if self.enter(index, Phase::Calls) {
+                    self.choices[index].making = None;
                     self.call(index, &call, timings);
                 }
             }
+            Piece::CallBegin(call) => {
+                if self.enter(index, Phase::Calls) {
+                    self.call_begin(index, &call, timings);
+                }
+            }
+            Piece::CallPart(text) => {
+                if self.choices[index].phase == Phase::Calls {
+                    self.call_part(index, &text, timings);
+                }
+            }
+            Piece::CallEnd(..) => self.choices[index].making = None,
             // Chat knows no searches of the server's.
             Piece::Found(_) => {}
             Piece::End(end) => self.end(index, &end),

@@ -178,7 +178,12 @@ impl Reply for CompletionsReply {
                 self.text(index, text);
             }
             // A raw prompt has no reasoning and no calls.
-            Piece::Reasoning(_) | Piece::Call(_) | Piece::Found(_) => {}
+            Piece::Reasoning(_)
+            | Piece::Call(_)
+            | Piece::CallBegin(_)
+            | Piece::CallPart(_)
+            | Piece::CallEnd(..)
+            | Piece::Found(_) => {}
             Piece::End(end) => {
                 let finish = match end.finish {
                     Finish::Length | Finish::Context => "length",

@@ -90,7 +90,13 @@ impl Track {
             Piece::Progress(_) => {
                 self.queued.get_or_insert_with(|| self.started.elapsed().as_secs_f64());
             }
-            Piece::Reasoning(_) | Piece::Content(..) | Piece::Call(_) | Piece::Found(_) => {
+            Piece::Reasoning(_)
+            | Piece::Content(..)
+            | Piece::Call(_)
+            | Piece::CallBegin(_)
+            | Piece::CallPart(_)
+            | Piece::CallEnd(..)
+            | Piece::Found(_) => {
                 let now = Instant::now();
                 self.first_token.get_or_insert(now);
                 self.last_token = Some(now);

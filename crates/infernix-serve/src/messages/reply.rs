@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 enum Open {
     Thinking,
     Text,
+    Call,
 }
 
 /// The state machine.
@@ -28,6 +29,8 @@ pub(crate) struct MessagesReply {
     open: Option<Open>,
     /// Text of the open block.
     text: String,
+    /// The open block of a call, with what is known of its input.
+    call: Value,
     /// Blocks that are complete.
     blocks: Vec<Value>,
     /// No reasoning may follow: text or calls were sent since the last search.
@@ -60,6 +63,7 @@ impl MessagesReply {
             started: false,
             open: None,
             text: String::new(),
+            call: Value::Null,
             blocks: Vec::new(),
             past_thinking: false,
             past_text: false,
@@ -134,6 +138,10 @@ impl MessagesReply {
         match self.open.take() {
             None => {}
             Some(Open::Text) => self.block_stop(json!({"type": "text", "text": text})),
+            Some(Open::Call) => {
+                let block = self.call.take();
+                self.block_stop(block);
+            }
             Some(Open::Thinking) => {
                 let sign =
                     if self.omit_thinking { signature::omitted(&text) } else { signature::visible(&text) };
@@ -173,42 +181,38 @@ impl MessagesReply {
         self.block_delta(&json!({"type": "text_delta", "text": text}));
     }
 
-    fn call(&mut self, call: &Call) {
+    fn call_begin(&mut self, call: &Call) {
         self.close();
         self.past_thinking = true;
         self.past_text = true;
-        let (kind, name, id, arguments, json) = match &call.identity {
-            Identity::ServerSearch { name, .. } => (
-                "server_tool_use",
-                name.clone(),
-                call.id.replace("toolu_", "srvtoolu_"),
-                call.arguments.clone(),
-                call.json.clone(),
-            ),
-            Identity::Function { name, namespace } => (
-                "tool_use",
-                Tools::shown_name(namespace.as_deref(), name),
-                call.id.clone(),
-                call.arguments.clone(),
-                call.json.clone(),
-            ),
-            Identity::Custom { name } => {
-                ("tool_use", name.clone(), call.id.clone(), call.arguments.clone(), call.json.clone())
+        let (kind, name, id) = match &call.identity {
+            Identity::ServerSearch { name, .. } => {
+                ("server_tool_use", name.clone(), call.id.replace("toolu_", "srvtoolu_"))
             }
-            Identity::ClientSearch => (
-                "tool_use",
-                "tool_search".to_owned(),
-                call.id.clone(),
-                call.arguments.clone(),
-                call.json.clone(),
-            ),
+            Identity::Function { name, namespace } => {
+                ("tool_use", Tools::shown_name(namespace.as_deref(), name), call.id.clone())
+            }
+            Identity::Custom { name } => ("tool_use", name.clone(), call.id.clone()),
+            Identity::ClientSearch => ("tool_use", "tool_search".to_owned(), call.id.clone()),
         };
         self.client_calls |= kind == "tool_use";
-        self.block_start(&json!({"type": kind, "id": id, "name": name, "input": {}}));
-        if !arguments.is_empty() {
+        let block = json!({"type": kind, "id": id, "name": name, "input": {}});
+        self.block_start(&block);
+        self.call = block;
+        self.open = Some(Open::Call);
+    }
+
+    fn call_part(&mut self, json: &str) {
+        if self.open == Some(Open::Call) {
             self.block_delta(&json!({"type": "input_json_delta", "partial_json": json}));
         }
-        self.block_stop(json!({"type": kind, "id": id, "name": name, "input": arguments}));
+    }
+
+    fn call_end(&mut self, call: &Call) {
+        if self.open == Some(Open::Call) {
+            self.call["input"] = Value::Object(call.arguments.clone());
+            self.close();
+        }
     }
 
     fn found(&mut self, found: &Found) {
@@ -272,7 +276,16 @@ impl Reply for MessagesReply {
             Piece::Progress(_) | Piece::Failed(_) => {}
             Piece::Reasoning(text) => self.thinking(&text),
             Piece::Content(text, _) => self.content(&text),
-            Piece::Call(call) => self.call(&call),
+            Piece::Call(call) => {
+                self.call_begin(&call);
+                if !call.arguments.is_empty() {
+                    self.call_part(&call.json);
+                }
+                self.call_end(&call);
+            }
+            Piece::CallBegin(call) => self.call_begin(&call),
+            Piece::CallPart(json) => self.call_part(&json),
+            Piece::CallEnd(call, _) => self.call_end(&call),
             Piece::Found(found) => self.found(&found),
             Piece::End(end) => self.end(&end),
         }

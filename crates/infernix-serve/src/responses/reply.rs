@@ -33,8 +33,22 @@ pub(crate) struct Template {
 
 #[derive(Debug)]
 enum Open {
-    Reasoning { id: String, text: String },
-    Message { id: String, text: String, logprobs: Vec<Value> },
+    Reasoning {
+        id: String,
+        text: String,
+    },
+    Message {
+        id: String,
+        text: String,
+        logprobs: Vec<Value>,
+    },
+    /// A call of a function, or one that takes free text (`custom`), as it was added.
+    Call {
+        id: String,
+        item: Value,
+        text: String,
+        custom: bool,
+    },
 }
 
 /// The state machine.
@@ -168,6 +182,9 @@ impl ResponsesReply {
         if self.past_reasoning {
             return;
         }
+        if matches!(self.open, Some(Open::Call { .. })) {
+            return;
+        }
         if self.open.is_none() {
             let id = ids::fresh("rs_");
             let mut item = json!({
@@ -255,16 +272,38 @@ impl ResponsesReply {
                     "id": id, "type": "message", "status": status, "role": "assistant", "content": [part],
                 }));
             }
+            Some(Open::Call { id, mut item, text, custom: true }) => {
+                self.item_event("response.custom_tool_call_input.done", &id, json!({"input": text}));
+                item["input"] = text.into();
+                self.done(item);
+            }
+            Some(Open::Call { id, mut item, text, custom: false }) => {
+                self.item_event(
+                    "response.function_call_arguments.done",
+                    &id,
+                    json!({"arguments": text, "name": item["name"]}),
+                );
+                item["arguments"] = text.into();
+                item["status"] = status.into();
+                self.done(item);
+            }
         }
     }
 
-    fn call(&mut self, call: &Call) {
+    fn call_begin(&mut self, call: &Call) {
         self.close("completed");
         self.past_reasoning = true;
         self.past_message = true;
         self.client_calls |= !matches!(call.identity, Identity::ServerSearch { .. });
         match &call.identity {
-            Identity::Custom { name } => self.custom(call, name),
+            Identity::Custom { name } => {
+                let id = ids::fresh("ctc_");
+                let item = json!({
+                    "id": id, "type": "custom_tool_call", "call_id": call.id, "name": name, "input": "",
+                });
+                self.added(item.clone());
+                self.open = Some(Open::Call { id, item, text: String::new(), custom: true });
+            }
             Identity::ClientSearch | Identity::ServerSearch { .. } => {
                 let execution = if call.identity == Identity::ClientSearch { "client" } else { "server" };
                 let item = |status: &str| {
@@ -278,40 +317,36 @@ impl ResponsesReply {
             }
             Identity::Function { name, namespace } => {
                 let id = ids::fresh("fc_");
-                let item = |arguments: &str, status: &str| {
-                    let mut item = json!({
-                        "id": id, "type": "function_call", "status": status, "arguments": arguments,
-                        "call_id": call.id, "name": name,
-                    });
-                    if let Some(namespace) = namespace {
-                        item["namespace"] = namespace.as_str().into();
-                    }
-                    item
-                };
-                self.added(item("", "in_progress"));
-                self.item_event("response.function_call_arguments.delta", &id, json!({"delta": call.json}));
-                self.item_event(
-                    "response.function_call_arguments.done",
-                    &id,
-                    json!({"arguments": call.json, "name": name}),
-                );
-                self.done(item(&call.json, "completed"));
+                let mut item = json!({
+                    "id": id, "type": "function_call", "status": "in_progress", "arguments": "",
+                    "call_id": call.id, "name": name,
+                });
+                if let Some(namespace) = namespace {
+                    item["namespace"] = namespace.as_str().into();
+                }
+                self.added(item.clone());
+                self.open = Some(Open::Call { id, item, text: String::new(), custom: false });
             }
         }
     }
 
-    fn custom(&mut self, call: &Call, name: &str) {
-        let id = ids::fresh("ctc_");
-        let item = |input: &str| {
-            json!({
-                "id": id, "type": "custom_tool_call", "call_id": call.id, "name": name, "input": input,
-            })
-        };
-        let input = call.input();
-        self.added(item(""));
-        self.item_event("response.custom_tool_call_input.delta", &id, json!({"delta": input}));
-        self.item_event("response.custom_tool_call_input.done", &id, json!({"input": input}));
-        self.done(item(&input));
+    fn call_part(&mut self, delta: &str) {
+        if let Some(Open::Call { id, text, custom, .. }) = &mut self.open {
+            text.push_str(delta);
+            let (id, custom) = (id.clone(), *custom);
+            let name = if custom {
+                "response.custom_tool_call_input.delta"
+            } else {
+                "response.function_call_arguments.delta"
+            };
+            self.item_event(name, &id, json!({"delta": delta}));
+        }
+    }
+
+    fn call_end(&mut self, status: &str) {
+        if matches!(self.open, Some(Open::Call { .. })) {
+            self.close(status);
+        }
     }
 
     fn found(&mut self, found: &Found) {
@@ -379,7 +414,15 @@ impl Reply for ResponsesReply {
             Piece::Progress(_) => {}
             Piece::Reasoning(text) => self.reasoning(&text),
             Piece::Content(text, tokens) => self.content(&text, &tokens),
-            Piece::Call(call) => self.call(&call),
+            Piece::Call(call) => {
+                self.call_begin(&call);
+                let text = if let Identity::Custom { .. } = call.identity { call.input() } else { call.json };
+                self.call_part(&text);
+                self.call_end("completed");
+            }
+            Piece::CallBegin(call) => self.call_begin(&call),
+            Piece::CallPart(text) => self.call_part(&text),
+            Piece::CallEnd(_, whole) => self.call_end(if whole { "completed" } else { "incomplete" }),
             Piece::Found(found) => self.found(&found),
             Piece::End(end) => self.end(&end),
             Piece::Failed(error) => {

@@ -50,6 +50,17 @@ fn parse(data: &str) -> Checked<Value> {
     serde_json::from_str(data).map_err(|e| format!("{e}: {data}"))
 }
 
+/// Arguments of a call: an object, or a text where it may have been cut; nothing is an object without members.
+fn arguments_of(text: &str, cut: bool) -> Checked<Value> {
+    match parse(text) {
+        _ if cut && text.is_empty() => Ok(json!({})),
+        Ok(value) if value.is_object() => Ok(value),
+        Ok(value) if !cut => Err(format!("arguments are no object: {value}")),
+        Err(error) if !cut => Err(error),
+        _ => Ok(json!(text)),
+    }
+}
+
 fn text<'v>(value: &'v Value, name: &str) -> Checked<&'v str> {
     value[name].as_str().ok_or_else(|| format!("{name} of {value}"))
 }
@@ -118,8 +129,9 @@ pub(super) fn chat(stream: &str, n: usize, usage: bool) -> Checked<Vec<Said>> {
     for choice in choices {
         let mut said = choice.said;
         for (i, arguments) in choice.arguments.iter().enumerate() {
-            let value = if choice.custom[i] { json!(arguments) } else { parse(arguments)? };
-            need(choice.custom[i] || value.is_object(), "arguments are no object")?;
+            // Only the last call of an answer that was cut may be half of one.
+            let cut = (failed || said.finish == "length") && i + 1 == choice.arguments.len();
+            let value = if choice.custom[i] { json!(arguments) } else { arguments_of(arguments, cut)? };
             said.calls[i].1 = value;
         }
         said.usage.clone_from(&used);
@@ -161,7 +173,8 @@ fn chat_choice(choice: &mut Choice, value: &Value, ids: &mut HashSet<String>) ->
         enter(4)?;
         for call in calls.as_array().ok_or("tool_calls")? {
             let index = call["index"].as_u64().ok_or("call index")? as usize;
-            let kind = call["type"].as_str().unwrap_or("function");
+            let known = choice.custom.get(index).map(|custom| if *custom { "custom" } else { "function" });
+            let kind = call["type"].as_str().or(known).unwrap_or("function");
             let body = &call[kind];
             let arguments = body["arguments"].as_str().or(body["input"].as_str()).unwrap_or_default();
             if index == choice.arguments.len() {
@@ -195,6 +208,7 @@ pub(super) fn messages(stream: &str) -> Checked<Said> {
     let mut signed = false;
     let (mut blocks, mut delta, mut ended) = (0, false, false);
     let mut called = false;
+    let mut cut = false;
     for (name, data) in frames(stream)? {
         let event = parse(&data)?;
         let name = name.ok_or("no name")?;
@@ -260,8 +274,9 @@ pub(super) fn messages(stream: &str) -> Checked<Said> {
                         said.reasoning.push_str(&joined);
                     }
                     "tool_use" | "server_tool_use" => {
-                        let value = if joined.is_empty() { json!({}) } else { parse(&joined)? };
-                        need(value.is_object(), "input is no object")?;
+                        need(!cut, "a cut call and another one")?;
+                        let value = if joined.is_empty() { json!({}) } else { arguments_of(&joined, true)? };
+                        cut = !value.is_object();
                         said.calls.last_mut().ok_or("no call")?.1 = value;
                     }
                     _ => {}
@@ -276,6 +291,10 @@ pub(super) fn messages(stream: &str) -> Checked<Said> {
                     "sequence",
                 )?;
                 need(said.finish != "tool_use" || called, "tool_use without a call")?;
+                need(
+                    !cut || said.finish.starts_with("max_tokens") || said.finish.starts_with("model_"),
+                    "cut",
+                )?;
                 need(said.finish != "end_turn" || !called && blocks > 0, "end_turn")?;
                 said.usage = Some(event["usage"].clone());
                 delta = true;
@@ -350,7 +369,8 @@ pub(super) fn responses(stream: &str) -> Checked<(Said, Value)> {
                             done["arguments"] == joined.as_str() && done["call_id"] == item["call_id"],
                             "call",
                         )?;
-                        said.calls.push((text(&done, "name")?.to_owned(), parse(&joined)?));
+                        let arguments = arguments_of(&joined, done["status"] == "incomplete")?;
+                        said.calls.push((text(&done, "name")?.to_owned(), arguments));
                     }
                     "custom_tool_call" => {
                         need(done["input"] == joined.as_str(), "input")?;

@@ -1,5 +1,6 @@
 //! Requests at the edges of what a field may say: none is taken for something that it does not ask.
 
+use super::checker;
 use super::client::{FORMAT, Server, says};
 use crate::options::ServeOptions;
 use crate::prepare::Caller;
@@ -122,4 +123,45 @@ fn tokens_that_were_forgotten_are_not_an_empty_text() {
     let (server, _) = silent();
     assert_eq!(server.post("/detokenize", &json!({})).code(), "missing_required_parameter");
     assert_eq!(server.post("/detokenize", &json!({"tokens": []})).json()["prompt"], "");
+}
+
+#[test]
+fn arguments_of_held_calls_come_in_pieces_in_every_protocol() {
+    let call = "<tool_call>\n<function=f>\n<parameter=a>\none two three four five\n</parameter>\n</function>\n</tool_call>";
+    let server = Server::new(ServeOptions::default(), move |r| Ok(says(r, call, 1, Finish::Stop(0))));
+    let schema = json!({"type": "object", "properties": {"a": {"type": "string"}}});
+    let expected = vec![("f".to_owned(), json!({"a": "one two three four five"}))];
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": schema}}]);
+    let body = json!({"messages": user("x"), "tools": tools, "stream": true, "enable_thinking": false});
+    let answer = server.post("/v1/chat/completions", &body);
+    let said = checker::chat(&answer.body, 1, false).expect("well-formed").remove(0);
+    assert_eq!((said.calls, said.finish.as_str()), (expected.clone(), "tool_calls"));
+    assert!(answer.body.matches("\"arguments\"").count() > 4, "{}", answer.body);
+
+    let tools = json!([{"name": "f", "input_schema": schema}]);
+    let body = json!({"model": "m", "max_tokens": 99, "messages": user("x"), "tools": tools, "stream": true});
+    let answer = server.post("/v1/messages", &body);
+    let said = checker::messages(&answer.body).expect("well-formed");
+    assert_eq!((said.calls, said.finish.as_str()), (expected.clone(), "tool_use"));
+    assert!(answer.body.matches("input_json_delta").count() > 4, "{}", answer.body);
+
+    let tools = json!([{"type": "function", "name": "f", "parameters": schema}]);
+    let body = json!({"input": "x", "tools": tools, "stream": true, "reasoning": {"effort": "none"}});
+    let answer = server.post("/v1/responses", &body);
+    let (said, _) = checker::responses(&answer.body).expect("well-formed");
+    assert_eq!((said.calls, said.finish.as_str()), (expected, "completed"));
+    assert!(answer.body.matches("event: response.function_call_arguments.delta").count() > 4);
+
+    // Free text, too; without constraints nothing is sure before the end.
+    let input = call.replace("=a>", "=input>");
+    let server = Server::new(ServeOptions::default(), move |r| Ok(says(r, &input, 1, Finish::Stop(0))));
+    for (constraints, pieces) in [("basic", true), ("auto", false)] {
+        let body = json!({"input": "x", "tools": [{"type": "custom", "name": "f"}], "stream": true,
+                          "reasoning": {"effort": "none"}, "tool_constraints": constraints});
+        let answer = server.post("/v1/responses", &body);
+        let (said, _) = checker::responses(&answer.body).expect("well-formed");
+        assert_eq!(said.calls, [("f".to_owned(), json!("one two three four five"))]);
+        let deltas = answer.body.matches("event: response.custom_tool_call_input.delta").count();
+        assert_eq!(deltas > 1, pieces, "{constraints}: {}", answer.body);
+    }
 }

@@ -53,6 +53,7 @@ fn options(start: Start, stops: Vec<String>, constrained: bool) -> DecodeOptions
         scored_stops: Vec::new(),
         call_prefix: "call_",
         never_empty: true,
+        held: false,
         calls_only: false,
     }
 }
@@ -102,10 +103,10 @@ fn responses(stream: bool) -> ResponsesReply {
 fn chat_document(value: &Value) -> Said {
     let message = &value["choices"][0]["message"];
     let call = |c: &Value| {
-        let arguments = c["function"]["arguments"].as_str().unwrap_or_default();
+        let arguments = c["function"]["arguments"].as_str().filter(|a| !a.is_empty()).unwrap_or("{}");
         (
             c["function"]["name"].as_str().unwrap_or_default().to_owned(),
-            serde_json::from_str(arguments).unwrap_or_default(),
+            serde_json::from_str(arguments).unwrap_or_else(|_| arguments.into()),
         )
     };
     Said {
@@ -134,6 +135,43 @@ fn fragment() -> impl Strategy<Value = String> {
         Just("STOP".to_owned()),
         Just("\n".to_owned()),
     ]
+}
+
+/// A value of a text parameter that ends where the reader ends it.
+fn value() -> impl Strategy<Value = String> {
+    let piece = prop_oneof![
+        4 => "[ a-z\"\\\\é绿😀\n\t]{0,6}",
+        1 => Just("<".to_owned()),
+        1 => Just("</param".to_owned()),
+        1 => Just("</parameter> y".to_owned()),
+        1 => Just("</function>".to_owned()),
+        1 => Just("<parameter=a>\n".to_owned()),
+        1 => Just("<tool_call>".to_owned()),
+    ];
+    prop::collection::vec(piece, 0..5).prop_map(|pieces| pieces.concat())
+}
+
+/// A call of the form that the grammar holds calls to, with what it says.
+fn held_call() -> impl Strategy<Value = (String, (String, Value))> {
+    let parameter = prop_oneof![
+        2 => value().prop_map(|text| ("a", text.clone(), json!(text))),
+        1 => any::<i32>().prop_map(|n| ("n", n.to_string(), json!(n))),
+        1 => Just(("n", String::new(), Value::Null)),
+        1 => Just(("other", "[1, \"x\"]".to_owned(), json!([1, "x"]))),
+    ];
+    let name = prop_oneof![Just("f"), Just("g")];
+    (name, prop::collection::vec(parameter, 0..4)).prop_map(|(name, parameters)| {
+        let mut said = serde_json::Map::new();
+        let mut text = format!("<tool_call>\n<function={name}>\n");
+        for (name, value, json) in parameters {
+            text += &format!("<parameter={name}>\n{value}\n</parameter>\n");
+            // An empty value that is no text is left out; of a repeated one the first has been told.
+            if !json.is_null() {
+                said.entry(name).or_insert(json);
+            }
+        }
+        (text + "</function>\n</tool_call>", (name.to_owned(), Value::Object(said)))
+    })
 }
 
 #[derive(Debug, Clone)]
@@ -196,6 +234,7 @@ proptest! {
         admitted in any::<bool>(),
         stops in any::<bool>(),
         constrained in any::<bool>(),
+        held in any::<bool>(),
     ) {
         let mut ids = FORMAT.tokenizer().encode(&texts.concat()).expect("ids");
         // Tokens from anywhere: halves of characters, specials, rows without a token.
@@ -204,7 +243,7 @@ proptest! {
         }
         let start = if reasoning { Start::Reasoning } else { Start::Content };
         let stops = if stops { vec!["STOP".to_owned()] } else { Vec::new() };
-        let decode = options(start, stops, constrained);
+        let decode = DecodeOptions { held, ..options(start, stops, constrained) };
         let one = pieces(decode.clone(), events(&ids, &[], &ending, admitted));
         let pieces = pieces(decode, events(&ids, &cuts, &ending, admitted));
 
@@ -260,8 +299,83 @@ proptest! {
     }
 
     #[test]
+    fn held_calls_are_told_as_they_are_made_and_say_the_same_in_all_protocols(
+        calls in prop::collection::vec(held_call(), 1..4),
+        content in "[a-z]{0,5}",
+        keep in prop_oneof![1 => Just(1.0), 1 => 0.0..1.0f64],
+        cuts in prop::collection::vec(1usize..9, 0..40),
+    ) {
+        let whole = keep == 1.0;
+        let texts: Vec<&str> = calls.iter().map(|(text, _)| text.as_str()).collect();
+        let ids = FORMAT.tokenizer().encode(&(content.clone() + &texts.join("\n"))).expect("ids");
+        let ids = &ids[..(ids.len() as f64 * keep).ceil() as usize];
+        let ending = if whole { Ending::Stop } else { Ending::Length };
+        let decode = DecodeOptions { held: true, ..options(Start::Content, Vec::new(), false) };
+        let pieces = pieces(decode, events(ids, &cuts, &ending, true));
+
+        let stream = run(&mut chat(true), &pieces);
+        let said = checker::chat(&stream, 1, true).map_err(|e| TestCaseError::fail(format!("{e}\n{stream}")))?.remove(0);
+        let stream = run(&mut messages(true), &pieces);
+        let from_messages = checker::messages(&stream).map_err(|e| TestCaseError::fail(format!("{e}\n{stream}")))?;
+        let stream = run(&mut responses(true), &pieces);
+        let (from_responses, last) =
+            checker::responses(&stream).map_err(|e| TestCaseError::fail(format!("{e}\n{stream}")))?;
+        for other in [&from_messages, &from_responses] {
+            prop_assert_eq!((&said.content, &said.calls), (&other.content, &other.calls));
+        }
+
+        // Documents say what the streams said; of a call that was cut, an object has what is whole.
+        let mut plain = chat(false);
+        run(&mut plain, &pieces);
+        let document = chat_document(&plain.document().expect("no failure"));
+        prop_assert_eq!((&document.content, &document.calls), (&said.content, &said.calls));
+        let mut plain = responses(false);
+        run(&mut plain, &pieces);
+        let document = plain.document().expect("no failure");
+        let shown = |output: &Value| -> Vec<(Value, Value)> {
+            let items = output["output"].as_array().cloned().unwrap_or_default();
+            items.iter().map(|i| (i["arguments"].clone(), i["status"].clone())).collect()
+        };
+        prop_assert_eq!(shown(&document), shown(&last));
+        let mut plain = messages(false);
+        run(&mut plain, &pieces);
+        let document = plain.document().expect("no failure");
+        let inputs: Vec<&Value> = document["content"].as_array().into_iter().flatten()
+            .filter(|b| b["type"] == "tool_use").map(|b| &b["input"]).collect();
+        prop_assert_eq!(inputs.len(), said.calls.len());
+
+        let expected: Vec<(String, Value)> = calls.into_iter().map(|(_, said)| said).collect();
+        if whole {
+            prop_assert_eq!(&said.calls, &expected);
+            prop_assert_eq!((said.content.as_str(), said.finish.as_str()), (content.as_str(), "tool_calls"));
+        } else {
+            prop_assert_eq!(said.finish.as_str(), "length");
+            prop_assert!(said.calls.len() <= expected.len());
+        }
+        for (i, (name, arguments)) in said.calls.iter().enumerate() {
+            prop_assert_eq!(name, &expected[i].0);
+            match arguments {
+                // The last one was cut: its text begins as that of the whole one does.
+                Value::String(text) => {
+                    prop_assert!(!whole && i + 1 == said.calls.len());
+                    let all = infernix_text::ParsedCall { name: String::new(), arguments: expected[i].1.as_object().cloned().expect("an object") };
+                    // Half a character is shown as such.
+                    let text = text.trim_end_matches('\u{fffd}');
+                    prop_assert!(all.arguments_json().starts_with(text), "{text} of {}", all.arguments_json());
+                    let whole = expected[i].1.as_object().expect("an object");
+                    let input = inputs[i].as_object().expect("an object");
+                    prop_assert!(input.iter().all(|(k, v)| whole.get(k) == Some(v)), "{input:?}");
+                }
+                // Or it was cut before anything was known of it.
+                arguments if !whole && i + 1 == said.calls.len() && arguments == &json!({}) => {}
+                arguments => prop_assert_eq!((arguments, inputs[i]), (&expected[i].1, arguments)),
+            }
+        }
+    }
+
+    #[test]
     fn no_order_of_pieces_makes_an_ill_formed_stream(
-        order in prop::collection::vec(0u8..6, 0..20),
+        order in prop::collection::vec(0u8..9, 0..20),
     ) {
         let tools = tools();
         let call = infernix_text::ParsedCall { name: "f".into(), arguments: serde_json::Map::new() };
@@ -271,6 +385,16 @@ proptest! {
                 0 => Piece::Progress(crate::piece::Progress::default()),
                 1 => Piece::Reasoning(format!("r{i}")),
                 2 | 3 => Piece::Content(format!("c{i}"), Vec::new()),
+                // Without a call that has begun these say nothing.
+                6 => Piece::CallPart("{}".into()),
+                7 => Piece::CallEnd(crate::tools::Call::new(format!("call_{i}"), &tools, &call), true),
+                8 => {
+                    let call = crate::tools::Call::new(format!("call_{i}"), &tools, &call);
+                    pieces.push((Piece::CallBegin(call.clone()), Running::default()));
+                    pieces.push((Piece::CallPart("{".into()), Running::default()));
+                    pieces.push((Piece::CallPart("}".into()), Running::default()));
+                    Piece::CallEnd(call, true)
+                }
                 _ => Piece::Call(crate::tools::Call::new(format!("call_{i}"), &tools, &call)),
             };
             pieces.push((piece, Running::default()));

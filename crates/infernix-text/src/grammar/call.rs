@@ -81,6 +81,12 @@ impl CallRules {
         }
     }
 
+    /// Whether every call in `<tool_call>` has the form of these rules.
+    #[must_use]
+    pub fn holds(&self) -> bool {
+        self.choice != Choice::None && self.restricts()
+    }
+
     /// Whether more is demanded of calls than their frame and a declared name.
     #[must_use]
     pub fn demands(&self) -> bool {

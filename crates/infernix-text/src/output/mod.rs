@@ -1,10 +1,11 @@
 //! A model's output, split as it streams into reasoning, content and tool calls.
 
+mod live;
 mod parser;
 mod region;
 mod typing;
 
-pub use parser::{Channel, Event, OutputOptions, OutputParser, Start};
+pub use parser::{CallPart, Channel, Event, OutputOptions, OutputParser, Start};
 pub(crate) use region::{PLAIN_NAME, plain_name, writable};
 pub use typing::{ParsedCall, ToolSet};
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use super::live::Writer;
 use super::region::{Nesting, Opener, Progress, Region, opener};
 use super::typing::{ParsedCall, ToolSet};
 use super::{Diagnostics, Fallback};
@@ -10,6 +11,7 @@ use crate::stop::StopMatcher;
 
 const THINK_OPEN: &str = "<think>";
 const THINK_CLOSE: &str = "</think>";
+const TOOL_CALL: &str = "<tool_call>";
 
 /// Where the prompt left the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -37,6 +39,10 @@ pub struct OutputOptions {
     pub calls_in_reasoning: bool,
     /// Stop strings; they match reasoning and content, never call markup.
     pub stops: Vec<String>,
+    /// Calls in `<tool_call>` outside reasoning are held to the grammar of [`crate::grammar::CallRules`]: they are told
+    /// while they are made ([`Event::CallBegin`]), since what begins as a call stays one. Of a repeated parameter the
+    /// first value counts then, for it has been told.
+    pub held: bool,
 }
 
 /// What the output says. Consecutive texts of one kind belong together.
@@ -48,6 +54,26 @@ pub enum Event {
     Content(String),
     /// A whole call.
     Call(ParsedCall),
+    /// A call of this function begins; nothing but its own events follow up to its end.
+    CallBegin(String),
+    /// More of the open call.
+    CallPart(CallPart),
+    /// The open call's end.
+    CallEnd {
+        /// With what is whole of it.
+        call: ParsedCall,
+        /// It came to its end; the output was cut in it otherwise ([`Diagnostics::truncated_call`]).
+        whole: bool,
+    },
+}
+
+/// A piece of a call that is being made.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct CallPart {
+    /// Of the arguments' JSON text, spaced as in [`ParsedCall::arguments_json`]: joined, they are that of a whole call.
+    pub json: String,
+    /// The parameter that it is of, and the piece of its text, where it is one whose value is its text.
+    pub text: Option<(String, String)>,
 }
 
 /// What the latest text belongs to, for counting tokens.
@@ -77,6 +103,8 @@ enum Mode {
         region: Box<Region>,
         /// The counted reading, once it has failed and `region` reads flat.
         first: Option<FirstReading>,
+        /// Writes calls while they are made.
+        writer: Option<Writer>,
     },
     /// Nothing further counts.
     Done,
@@ -183,7 +211,9 @@ impl OutputParser {
     pub fn channel(&self) -> Channel {
         match &self.mode {
             Mode::Region { .. } => Channel::Calls,
-            Mode::Done if self.diagnostics.structured_call_count > 0 => Channel::Calls,
+            Mode::Done if self.diagnostics.structured_call_count > 0 || self.diagnostics.truncated_call => {
+                Channel::Calls
+            }
             Mode::Border(_) | Mode::Text(Side::Reasoning) => Channel::Reasoning,
             _ => Channel::Content,
         }
@@ -275,11 +305,20 @@ impl OutputParser {
                         if self.is_done() {
                             return false;
                         }
+                        let held = self.options.held
+                            && side == Side::Content
+                            && self.buffer[lead..].starts_with(TOOL_CALL);
+                        let region = if held {
+                            Region::live()
+                        } else {
+                            Region::new(Nesting::Counted, self.options.tolerant)
+                        };
                         self.mode = Mode::Region {
                             side,
                             lead,
-                            region: Box::new(Region::new(Nesting::Counted, self.options.tolerant)),
+                            region: Box::new(region),
                             first: None,
+                            writer: held.then(Writer::default),
                         };
                         return true;
                     }
@@ -347,12 +386,36 @@ impl OutputParser {
     }
 
     fn region(&mut self, last: bool, out: &mut Vec<Event>) -> bool {
-        let Mode::Region { side, lead, region, first } = &mut self.mode else {
+        let Mode::Region { side, lead, region, first, writer } = &mut self.mode else {
             return false;
         };
         let (side, lead) = (*side, *lead);
         let text = &self.buffer[lead..];
         let tools = &self.options.tools;
+        if let Some(mut writing) = writer.take() {
+            // To the end, too, what is open stays open: half a tag is no part of a value.
+            let progress = region.advance(text, tools, false);
+            let live = region.take_live();
+            if !live.is_empty() && !writing.has_begun() {
+                emit(Side::Content, self.content_stops.finish(), out);
+            }
+            writing.write(live, tools, &mut self.diagnostics, out);
+            let failed = matches!(progress, Progress::Failed(_));
+            if writing.has_begun() && (last || failed) {
+                // What has been told cannot become text any more.
+                self.diagnostics.truncated_call |= writing.cut(out);
+                self.diagnostics.fallback = Fallback::None;
+                self.buffer.clear();
+                self.mode = Mode::Done;
+                return false;
+            }
+            if !(last || failed) {
+                *writer = Some(writing);
+                return false;
+            }
+            // Nothing was told: it may be read in any way.
+            **region = Region::new(Nesting::Counted, self.options.tolerant);
+        }
         let mut progress = region.advance(text, tools, last);
         if let (Progress::Failed(reason), None) = (progress, &first) {
             *first = Some(FirstReading {

@@ -201,6 +201,21 @@ enum Stage {
     Value { start: usize, scan: usize, depth: usize, white: usize },
 }
 
+/// What a reading has just found out, for those who want calls while they are made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Live {
+    /// A call of this function begins.
+    Begin(String),
+    /// A parameter begins.
+    Parameter(String),
+    /// More of the parameter's text, which is its value in the end.
+    Text(String),
+    /// The parameter is whole.
+    Value(String),
+    /// The call is whole.
+    End,
+}
+
 /// A region being read; all offsets are from its opener.
 #[derive(Debug, Clone)]
 pub(crate) struct Region {
@@ -221,6 +236,10 @@ pub(crate) struct Region {
     starts: Vec<usize>,
     recovered: bool,
     cut: bool,
+    /// Filled where calls are wanted while they are made.
+    live: Option<Vec<Live>>,
+    /// Up to where the open value has been told.
+    told: usize,
 }
 
 impl Region {
@@ -241,6 +260,40 @@ impl Region {
             starts: Vec::new(),
             recovered: false,
             cut: false,
+            live: None,
+            told: 0,
+        }
+    }
+
+    /// A reading that tells calls while they are made, of an output that is held to well-formed ones.
+    pub(crate) fn live() -> Self {
+        Self { live: Some(Vec::new()), ..Self::new(Nesting::Flat, false) }
+    }
+
+    /// What was found out since the last call of this.
+    pub(crate) fn take_live(&mut self) -> Vec<Live> {
+        self.live.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    fn tell(&mut self, what: impl FnOnce() -> Live) {
+        if let Some(live) = &mut self.live {
+            live.push(what());
+        }
+    }
+
+    /// Tells the open value up to `end`. Its first newline belongs to the tag; the last one may.
+    fn tell_value(&mut self, text: &str, start: usize, end: usize) {
+        if self.live.is_none() {
+            return;
+        }
+        if self.told == start && text[start..end].starts_with('\n') {
+            self.told = start + 1;
+        }
+        let rest = &text[self.told..end];
+        let rest = rest.strip_suffix('\n').unwrap_or(rest);
+        if !rest.is_empty() {
+            self.told += rest.len();
+            self.tell(|| Live::Text(rest.to_owned()));
         }
     }
 
@@ -400,6 +453,7 @@ impl Region {
             self.recovered = true;
         }
         self.odd = tools.odd_parameters(&name);
+        self.tell(|| Live::Begin(name.clone()));
         self.current = RawCall { name, parameters: Vec::new() };
         self.at = at;
         self.stage = Stage::Function;
@@ -494,9 +548,11 @@ impl Region {
                     return Some(Progress::Failed(Fallback::MalformedStructure));
                 }
                 self.recovered |= repaired;
+                self.tell(|| Live::Parameter(name.clone()));
                 self.parameter = name;
                 self.parameter_closer = closer;
                 self.at = at + len;
+                self.told = self.at;
                 self.stage = Stage::Value { start: self.at, scan: self.at, depth: 0, white: 0 };
                 None
             }
@@ -534,6 +590,7 @@ impl Region {
                     white = text.len() - text[from..].trim_start().len();
                     match self.follows(&text[white..], last) {
                         Lit::Yes => {
+                            self.tell_value(text, start, scan);
                             self.finish_value(&text[start..scan]);
                             self.at = after;
                             self.stage = Stage::Function;
@@ -564,6 +621,7 @@ impl Region {
         }
         self.stage = Stage::Value { start, scan, depth, white };
         self.at = scan;
+        self.tell_value(text, start, scan);
         if !last {
             return Some(Progress::NeedMore);
         }
@@ -627,10 +685,12 @@ impl Region {
         let value = value.strip_prefix('\n').unwrap_or(value);
         let value = value.strip_suffix('\n').unwrap_or(value);
         let name = std::mem::take(&mut self.parameter);
+        self.tell(|| Live::Value(value.to_owned()));
         self.current.parameters.push((name, value.to_owned()));
     }
 
     fn finish_call(&mut self) {
+        self.tell(|| Live::End);
         self.calls.push(std::mem::take(&mut self.current));
         self.inside += 1;
         self.stage = if self.wrapper.is_some() { Stage::Inside } else { Stage::Top };

@@ -104,16 +104,43 @@ impl ToolSet {
         matches!(self.tools.get(function), Some(Some(p)) if p.contains_key(parameter))
     }
 
+    /// Whether a parameter's value is its text, whatever that is.
+    pub(crate) fn is_text(&self, function: &str, parameter: &str) -> bool {
+        self.expected(function, parameter) == Expected::Text && !self.may_be_null(function, parameter)
+    }
+
+    /// A parameter's value; `None` where it is left out.
+    pub(crate) fn value(
+        &self,
+        function: &str,
+        parameter: &str,
+        text: &str,
+        diagnostics: &mut Diagnostics,
+    ) -> Option<Value> {
+        if text == "null" && self.may_be_null(function, parameter) {
+            return Some(Value::Null);
+        }
+        self.expected(function, parameter).read(text, diagnostics)
+    }
+
+    fn schema(&self, function: &str, parameter: &str) -> Option<&Value> {
+        self.tools.get(function)?.as_ref()?.get(parameter)
+    }
+
+    fn expected(&self, function: &str, parameter: &str) -> Expected {
+        self.schema(function, parameter).map_or(Expected::Any, Expected::of)
+    }
+
+    /// Whether the word null is null.
+    fn may_be_null(&self, function: &str, parameter: &str) -> bool {
+        self.strict.contains(function) && self.schema(function, parameter).is_some_and(admits_null)
+    }
+
     /// Types the values of a call.
     pub(crate) fn resolve(&self, raw: RawCall, diagnostics: &mut Diagnostics) -> ParsedCall {
-        let properties = self.tools.get(&raw.name).and_then(Option::as_ref);
         let mut arguments = Map::new();
         for (name, text) in raw.parameters {
-            let expected = properties.and_then(|p| p.get(&name)).map_or(Expected::Any, Expected::of);
-            let null = text == "null"
-                && self.strict.contains(&raw.name)
-                && properties.and_then(|p| p.get(&name)).is_some_and(admits_null);
-            let value = if null { Some(Value::Null) } else { expected.read(&text, diagnostics) };
+            let value = self.value(&raw.name, &name, &text, diagnostics);
             if arguments.contains_key(&name) {
                 diagnostics.duplicate_parameters_repaired += 1;
             }
