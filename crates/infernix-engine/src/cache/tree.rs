@@ -507,19 +507,30 @@ impl<S> Tree<S> {
         let last = path[path.len() - 1];
         let whole = (path.len() - 1) * PAGE_TOKENS;
         let rest = &ids[whole..];
-        let mut best: (usize, &[u32]) = (0, &[]);
+        let mut best: (usize, &[u32], Option<NodeId>) = (0, &[], None);
         let n = self.node(last);
-        let tails = n.snaps.iter().map(|s| &self.snap(*s).tail[..]);
-        for text in n.children.iter().map(|c| &self.node(*c).ids[..]).chain(tails) {
+        let tails = n.snaps.iter().map(|s| (&self.snap(*s).tail[..], None));
+        for (text, id) in n.children.iter().map(|c| (&self.node(*c).ids[..], Some(*c))).chain(tails) {
             let c = common(text, rest);
             if (c, text.len()) > (best.0, best.1.len()) {
-                best = (c, text);
+                best = (c, text, id);
             }
         }
         let shared = whole + best.0;
         let from = shared.saturating_sub(EXCERPT);
         let mut around: Vec<u32> = if from < whole { ids[from..whole].to_vec() } else { Vec::new() };
-        around.extend(&best.1[from.saturating_sub(whole)..best.1.len().min(best.0 + EXCERPT)]);
+        around.extend(&best.1[from.saturating_sub(whole)..]);
+        // Where they part near a block's end, its text goes on in a block below it.
+        let mut below = best.2;
+        while let Some(id) = below.filter(|_| around.len() < shared - from + EXCERPT) {
+            let n = self.node(id);
+            below = n.children.iter().copied().max_by_key(|c| self.node(*c).used);
+            match below {
+                Some(next) => around.extend(&self.node(next).ids),
+                None => around.extend(n.snaps.first().map_or(&[][..], |s| &self.snap(*s).tail)),
+            }
+        }
+        around.truncate(shared - from + EXCERPT);
         (shared, Excerpt { ids: around, before: shared - from })
     }
 
