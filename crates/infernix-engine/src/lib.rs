@@ -4,6 +4,7 @@ pub mod backend;
 pub mod cache;
 pub mod driver;
 pub mod error;
+pub mod files;
 pub mod memory;
 pub mod model;
 pub mod ngram;

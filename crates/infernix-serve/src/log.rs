@@ -40,11 +40,18 @@ struct Inner {
 
 impl RequestLog {
     /// Opens the file. `start` describes the server.
-    pub(crate) fn open(options: LogOptions, start: Map<String, Value>) -> io::Result<Self> {
+    pub(crate) fn open(mut options: LogOptions, start: Map<String, Value>) -> io::Result<Self> {
         let start = line("server_start", start);
         let mut inner = Inner { start, ..Inner::default() };
         if let Some(path) = &options.file {
             let (file, bytes) = append(path)?;
+            if file.metadata()?.is_file() {
+                // Behind a link, the file is what is renamed.
+                options.file = Some(infernix_engine::files::place(path)?);
+            } else {
+                // A terminal, a pipe or a device has no older files.
+                options.max_bytes = None;
+            }
             inner.file = Some(file);
             inner.bytes = bytes;
         }
@@ -274,7 +281,7 @@ fn append(path: &Path) -> io::Result<(File, u64)> {
     options.append(true).create(true);
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let file = options.open(path)?;
+    let file = infernix_engine::files::open_to_write(&mut options, path)?;
     let bytes = file.metadata()?.len();
     Ok((file, bytes))
 }
@@ -348,5 +355,26 @@ mod tests {
             use std::os::unix::fs::PermissionsExt as _;
             assert_eq!(std::fs::metadata(&path).expect("a file").permissions().mode() & 0o777, 0o600);
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn rotation_leaves_links_and_devices_in_their_places() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        std::fs::create_dir(at("disk")).expect("a folder");
+        for (link, target) in [("log", "disk/real"), ("null", "/dev/null")] {
+            std::os::unix::fs::symlink(target, at(link)).expect("a link");
+            for keep in [2, 0] {
+                let log = LogOptions { file: Some(at(link)), max_bytes: Some(200), keep };
+                let log = RequestLog::open(log, fields(0)).expect("opens");
+                (1..20).for_each(|n| log.write("request_done", fields(n)));
+                assert!(!log.failed());
+            }
+            assert_eq!(std::fs::read_link(at(link)).expect("still a link"), Path::new(target));
+        }
+        assert!(at("disk/real").is_file() && at("disk/real.1").is_file());
+        assert!(!at("null.1").exists() && !Path::new("/dev/null").metadata().expect("there").is_file());
+        assert!(!at("log.1").exists());
     }
 }

@@ -88,6 +88,63 @@ impl Input {
     }
 }
 
+/// A file's folder, and how the names of its unfinished versions begin: the number of the process that writes one follows.
+fn parts(path: &Path) -> (&Path, String) {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    (folder, format!(".{}.", path.file_name().unwrap_or_default().to_string_lossy()))
+}
+
+/// Creates a file for its owner alone and holds it, so that [`remove_leftovers`] lets it be.
+fn create_locked(path: &Path) -> std::io::Result<File> {
+    let mut options = File::options();
+    options.write(true).create(true).truncate(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    loop {
+        let file = options.open(path)?;
+        // A file system without locks has nobody who would take the file for a leftover.
+        let held = file.lock().is_ok();
+        if !held || path.exists() {
+            return Ok(file);
+        }
+    }
+}
+
+/// Removes what processes left that ended while they wrote.
+fn remove_leftovers(path: &Path) {
+    let (folder, start) = parts(path);
+    for entry in folder.read_dir().into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let process = name.to_str().and_then(|n| n.strip_prefix(&start));
+        if process.is_none_or(|p| p.is_empty() || !p.bytes().all(|b| b.is_ascii_digit()))
+            || !entry.file_type().is_ok_and(|t| t.is_file())
+        {
+            continue;
+        }
+        let Ok(file) = File::options().read(true).write(true).open(entry.path()) else { continue };
+        let mut begin = Vec::new();
+        let read = (&file).take(MAGIC.len() as u64).read_to_end(&mut begin);
+        // Whoever still writes it holds it.
+        if read.is_ok() && MAGIC.starts_with(&begin) && file.try_lock().is_ok() {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// What two identities, of lines `name: value`, do not have in common.
+fn differences(saved: &str, own: &str) -> String {
+    let value = |text: &str, name: &str| {
+        text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(": ").map(str::to_owned))
+    };
+    let names = own.lines().filter_map(|l| l.split_once(": ")).map(|(name, _)| name);
+    let differ = names.filter_map(|name| {
+        let (saved, own) = (value(saved, name)?, value(own, name)?);
+        (saved != own).then(|| format!("{name} was {saved} and is {own}"))
+    });
+    let differ: Vec<String> = differ.collect();
+    if differ.is_empty() { "other settings".to_owned() } else { differ.join(", ") }
+}
+
 fn kind_code(kind: Kind) -> u64 {
     match kind {
         Kind::Marker => 0,
@@ -104,7 +161,20 @@ impl<S: Clone> PrefixCache<S> {
         if !self.limits.saves {
             return Err("the backend keeps no state outside its memory".into());
         }
-        let written = self.write_file(runner, &path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let bad = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
+        let place = crate::files::place(&path).map_err(|e| bad(&e))?;
+        let (snaps, nodes) = self.worth_saving();
+        if snaps.is_empty() && place.exists() && !self.cleared {
+            // What an earlier process left there is worth more than nothing.
+            if self.tree.snap_ids().next().is_none() {
+                return Ok(0);
+            }
+            let mib = self.options.file_bytes >> 20;
+            return Err(bad(&format!(
+                "nothing of the cache fits into {mib} MiB (--prefix-cache-file-mib); the file stays as it is"
+            )));
+        }
+        let written = self.write_file(runner, &place, &snaps, &nodes).map_err(|e| bad(&e))?;
         self.file = written;
         Ok(written.snapshots)
     }
@@ -113,19 +183,15 @@ impl<S: Clone> PrefixCache<S> {
         &mut self,
         runner: &mut R,
         path: &Path,
+        snaps: &[SnapId],
+        nodes: &[NodeId],
     ) -> std::io::Result<TierStatus> {
-        let (snaps, nodes) = self.worth_saving();
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let partial = folder.join(format!(".{name}.{}", std::process::id()));
-        let mut options = File::options();
-        options.write(true).create(true).truncate(true);
-        #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        let file = options.open(&partial)?;
+        let (folder, name) = parts(path);
+        let partial = folder.join(format!("{name}{}", std::process::id()));
+        let file = create_locked(&partial)?;
         let mut out =
             Output { file: BufWriter::with_capacity(1 << 20, file), hash: blake3::Hasher::new(), bytes: 0 };
-        let done = self.write_all(runner, &mut out, &snaps, &nodes).and_then(|()| {
+        let done = self.write_all(runner, &mut out, snaps, nodes).and_then(|()| {
             let digest = out.hash.finalize();
             out.file.write_all(digest.as_bytes())?;
             out.file.flush()?;
@@ -240,12 +306,15 @@ impl<S: Clone> PrefixCache<S> {
     /// Why the file is ignored. A missing file is no error.
     pub(crate) fn load_file<R: Runner<State = S>>(&mut self, runner: &mut R) -> Result<usize, String> {
         let Some(path) = self.options.file.clone() else { return Ok(0) };
-        let file = match File::open(&path) {
+        let place = crate::files::place(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        remove_leftovers(&place);
+        let file = match File::open(&place) {
             Ok(file) => file,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(0),
             Err(e) => return Err(format!("{}: {e}", path.display())),
         };
-        self.read_file(runner, file).map_err(|e| format!("{} is ignored: {e}", path.display()))
+        self.read_file(runner, file)
+            .map_err(|e| format!("{} is ignored, and replaced when the cache is saved: {e}", path.display()))
     }
 
     fn read_file<R: Runner<State = S>>(&mut self, runner: &mut R, mut file: File) -> Result<usize, Bad> {
@@ -266,8 +335,14 @@ impl<S: Clone> PrefixCache<S> {
         if input.take(8)? != MAGIC || input.take(4)? != VERSION.to_le_bytes() {
             return Err("it is no prefix cache of this version".into());
         }
-        if input.list()? != self.options.identity.as_bytes() || input.number()? != self.limits.page_bytes {
-            return Err("it belongs to another model or other settings".into());
+        let identity = input.list()?;
+        if identity != self.options.identity.as_bytes() {
+            let saved = String::from_utf8_lossy(&identity);
+            let what = differences(&saved, &self.options.identity);
+            return Err(format!("it belongs to another model or other settings: {what}"));
+        }
+        if input.number()? != self.limits.page_bytes {
+            return Err("it belongs to another model or other settings: its pages have another size".into());
         }
         let mut roots = Vec::new();
         for _ in 0..input.number()? {

@@ -47,6 +47,8 @@ pub(crate) struct PrefixCache<S> {
     device_bytes: u64,
     host_bytes: u64,
     file: TierStatus,
+    /// It was emptied by an order, which the file is to follow.
+    cleared: bool,
     /// The evictor's inflation: the value of the last snapshot dropped.
     inflation: f64,
     /// What will be asked, where a simulation knows it.
@@ -67,6 +69,7 @@ impl<S: Clone> PrefixCache<S> {
             device_bytes: 0,
             host_bytes: 0,
             file: TierStatus::default(),
+            cleared: false,
             inflation: 0.0,
             future: None,
             events: Vec::new(),
@@ -118,6 +121,7 @@ impl<S: Clone> PrefixCache<S> {
         }
         // It was not for want of room.
         self.tree.forget_lost();
+        self.cleared = true;
         idle.len()
     }
 

@@ -121,8 +121,8 @@ pub(crate) struct Tree<S> {
 
 /// Dropped blocks, blocks with dropped snapshots, and whole prompts, to remember.
 const GHOSTS: usize = 1 << 16;
-/// Ids shown on each side of a divergence.
-const EXCERPT: usize = 24;
+/// Ids shown on each side of a divergence: an identifier of 26 characters, of which each may be a token, and its name.
+const EXCERPT: usize = 32;
 
 fn hash(chain: u64, ids: &[u32]) -> u64 {
     let mut h = DefaultHasher::new();

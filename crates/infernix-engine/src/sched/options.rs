@@ -6,11 +6,13 @@ use std::time::Duration;
 /// Settings of an engine; every field has a flag of the same name.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
+    /// Digest of the model, for traces.
+    pub model: String,
     /// Requests that run at once, 1..=8 (`--max-concurrency`). The driver needs as many sequences.
     pub max_concurrency: usize,
     /// Requests that may wait beyond those (`--max-pending-requests`).
     pub max_pending_requests: usize,
-    /// Longest wait for a lane (`--pending-timeout-ms`).
+    /// Longest wait for a lane (`--pending-timeout-ms`); zero is without end.
     pub pending_timeout: Duration,
     /// Prompt tokens of one model call (`--prefill-chunk`).
     pub prefill_chunk: usize,
@@ -29,6 +31,7 @@ pub struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         EngineOptions {
+            model: String::new(),
             max_concurrency: 1,
             max_pending_requests: 16,
             pending_timeout: Duration::from_secs(30),
@@ -56,8 +59,8 @@ pub struct CacheOptions {
     pub file: Option<PathBuf>,
     /// Bytes the file may have (`--prefix-cache-file-mib`).
     pub file_bytes: u64,
-    /// Identity of everything that makes state reusable: model digest, KV format, arithmetic. Files of another identity
-    /// are ignored.
+    /// Identity of everything that makes state reusable, in lines `name: value`: model digest, KV format, arithmetic. Files
+    /// of another identity are ignored, and the lines that differ are said.
     pub identity: String,
     /// Shortest distance of two snapshots that nobody asked for explicitly, in tokens.
     pub min_gap: usize,

@@ -93,7 +93,7 @@ impl<R: Runner> Scheduler<R> {
         let recorder = match &options.record_trace {
             Some(path) => {
                 runner.record_routing();
-                Some(Recorder::create(path, &limits, options.cache.enabled)?)
+                Some(Recorder::create(path, &limits, &options)?)
             }
             None => None,
         };
@@ -198,7 +198,7 @@ impl<R: Runner> Scheduler<R> {
             if job.cancelled || late(&job) {
                 let reason = if job.cancelled { Finish::Cancelled } else { Finish::Deadline };
                 self.close(&mut job, Ok(reason));
-            } else if now >= job.submitted + timeout && !job.request.joins {
+            } else if !timeout.is_zero() && now >= job.submitted + timeout && !job.request.joins {
                 self.counters.expired += 1;
                 job.ended = true;
                 job.send(Event::Failed(RequestError::QueueTimeout(timeout)));

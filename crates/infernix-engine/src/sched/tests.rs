@@ -302,6 +302,20 @@ fn a_queued_request_gives_up_after_its_time() {
     assert!(matches!(end(&b.1), Event::Failed(RequestError::QueueTimeout(_))));
 }
 
+#[test]
+fn a_pending_timeout_of_zero_is_without_end() {
+    let mut o = options(16);
+    (o.max_concurrency, o.pending_timeout) = (1, Duration::ZERO);
+    let mut s = Scheduler::new(SimModel::new(SimOptions::default()), o).unwrap();
+    let (a, b) = (sink(), sink());
+    s.submit(request(ids(1, 300), 300), a.0);
+    s.submit(request(ids(2, 300), 5), b.0);
+    run(&mut s);
+    for seen in [&a.1, &b.1] {
+        assert!(matches!(end(seen), Event::Finished { reason: Finish::Length, .. }));
+    }
+}
+
 /// Even ids only, as a grammar would say it; ends after `left` tokens.
 struct Even {
     taken: Vec<u32>,
@@ -392,6 +406,7 @@ fn prompt_scores_come_for_every_token_and_do_not_use_the_cache() {
 }
 
 mod faults;
+mod files;
 mod lanes;
 mod law;
 mod traffic;

@@ -1,15 +1,15 @@
 //! Recording what ran, by ids only: one JSON document a line.
 //!
 //! The first line is the header: `{"infernix_trace": 1, "page_tokens", "page_bytes", "pages", "sequences", "vocab",
-//! "prefix_cache": whether there is one, and so cache events}`. Then
+//! "model": its digest, "prefix_cache": whether there is one, and so cache events}`. Then
 //! `{"at": seconds, "request": n, "prompt": [ids], "markers", "max_tokens", "session", "salt": the number of its salt, 0
 //! where it has none, "bypass", "reread"}`,
 //! `{"at", "end": n, "output": [ids], "cached", "rounds", "drafted", "accepted"}`, `{"cache": "snapshot" | "dropped_snapshot" |
 //! "dropped_block" | "restored", ...}` and `{"call": "prompt" | "decode", "routing": [[[expert, ...] by row] by layer]}`. The file is readable by its owner
 //! alone: ids are text.
 
-use super::Limits;
 use super::api::{Request, RequestId, Usage};
+use super::{EngineOptions, Limits};
 use crate::cache::CacheEvent;
 use crate::error::EngineError;
 use crate::state::PAGE_TOKENS;
@@ -35,13 +35,12 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    pub(crate) fn create(path: &Path, limits: &Limits, prefix_cache: bool) -> Result<Self, EngineError> {
-        let mut options = File::options();
-        options.write(true).create(true).truncate(true);
+    pub(crate) fn create(path: &Path, limits: &Limits, options: &EngineOptions) -> Result<Self, EngineError> {
+        let mut how = File::options();
+        how.write(true).create(true).truncate(true);
         #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        let file = options
-            .open(path)
+        std::os::unix::fs::OpenOptionsExt::mode(&mut how, 0o600);
+        let file = crate::files::open_to_write(&mut how, path)
             .map_err(|e| EngineError::Source { name: path.display().to_string(), source: e.into() })?;
         #[cfg(unix)]
         if file.metadata().is_ok_and(|m| m.is_file()) {
@@ -59,7 +58,7 @@ impl Recorder {
         r.line(&json!({
             "infernix_trace": VERSION, "page_tokens": PAGE_TOKENS, "page_bytes": limits.page_bytes,
             "pages": limits.pages, "sequences": limits.sequences, "vocab": limits.vocab,
-            "prefix_cache": prefix_cache,
+            "model": options.model, "prefix_cache": options.cache.enabled,
         }));
         Ok(r)
     }
@@ -148,7 +147,7 @@ mod tests {
         if !full.exists() {
             return;
         }
-        let mut r = Recorder::create(full, &limits(), true).unwrap();
+        let mut r = Recorder::create(full, &limits(), &EngineOptions::default()).unwrap();
         for n in 0..1000 {
             r.end(Duration::ZERO, RequestId(n), &[1, 2, 3], &Usage::default());
         }
@@ -159,7 +158,7 @@ mod tests {
     fn a_trace_says_who_shares_with_whom_and_no_salts_words() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace");
-        let mut r = Recorder::create(&path, &limits(), true).unwrap();
+        let mut r = Recorder::create(&path, &limits(), &EngineOptions::default()).unwrap();
         for (n, salt, bypass) in
             [(1, "", false), (2, "secret", false), (3, "other", true), (4, "secret", false)]
         {
@@ -182,7 +181,7 @@ mod tests {
         let path = folder.path().join("trace");
         // Also where the file was there before, for everybody to read.
         std::fs::write(&path, "old").unwrap();
-        Recorder::create(&path, &limits(), true).unwrap().finish().unwrap();
+        Recorder::create(&path, &limits(), &EngineOptions::default()).unwrap().finish().unwrap();
         #[cfg(unix)]
         {
             let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
@@ -190,6 +189,9 @@ mod tests {
         }
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.starts_with("{\"infernix_trace\":1,") && text.starts_with(TRACE_START));
-        assert!(Recorder::create(folder.path(), &limits(), true).is_err(), "a folder is no file");
+        assert!(
+            Recorder::create(folder.path(), &limits(), &EngineOptions::default()).is_err(),
+            "a folder is no file"
+        );
     }
 }
