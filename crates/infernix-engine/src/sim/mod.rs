@@ -10,6 +10,6 @@ mod trace;
 pub use bound::most_cached;
 pub use experts::{Expert, ExpertHits, ExpertPolicy, simulate, synthetic_routing};
 pub use model::{Costs, Fault, SimModel, SimOptions};
-pub use plan::{Machine, ModelSizes, Needed, Plan, needed, plan};
+pub use plan::{HANDOFF, MOST_KV, Machine, ModelSizes, Needed, PREFILL, Plan, RATES, needed, plan};
 pub use replay::{ReplayOptions, Replayed, replay, replay_clairvoyant};
 pub use trace::{Synthetic, Trace, TraceRequest};

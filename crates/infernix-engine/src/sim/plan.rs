@@ -7,9 +7,16 @@ use super::{Costs, SimOptions, Trace};
 use crate::error::EngineError;
 use crate::state::PAGE_TOKENS;
 use std::cell::OnceCell;
+use std::ops::RangeInclusive;
 
 /// Tokens of KV that a plan may have: a page of bookkeeping each 64 of them.
-const MOST_KV: usize = 1 << 32;
+pub const MOST_KV: usize = 1 << 32;
+/// Bytes a second that a memory or a link may have.
+pub const RATES: RangeInclusive<f64> = 1e6..=1e15;
+/// Prompt tokens a second.
+pub const PREFILL: RangeInclusive<f64> = 1e-3..=1e9;
+/// Seconds of a hand-off.
+pub const HANDOFF: RangeInclusive<f64> = 0.0..=1.0;
 /// Parts of the experts to which [`needed`] finds device memory.
 const STEPS: usize = 64;
 /// The least RAM for cached prefixes that [`needed`] tries after none.
@@ -119,6 +126,21 @@ struct Setting<'a> {
 
 impl<'a> Setting<'a> {
     fn new(model: &'a ModelSizes, machine: &'a Machine, trace: &'a Trace) -> Result<Self, EngineError> {
+        // Rates and times beyond any machine's would overflow the clock, or stop it.
+        for (what, value, range) in [
+            ("bytes a second over the link", machine.link, RATES),
+            ("bytes a second of device memory", machine.hbm, RATES),
+            ("prompt tokens a second", machine.prefill, PREFILL),
+            ("seconds of a hand-off", machine.handoff, HANDOFF),
+        ] {
+            if !range.contains(&value) {
+                let (low, high) = (range.start(), range.end());
+                return Err(EngineError::Request(format!("{value} {what}: {low} to {high} are possible")));
+            }
+        }
+        if machine.prefill_chunk == 0 || machine.lanes == 0 {
+            return Err(EngineError::Request("a machine that reads nothing".into()));
+        }
         if machine.kv_tokens > MOST_KV {
             let (given, most) = (machine.kv_tokens, MOST_KV);
             return Err(EngineError::Request(format!("{given} tokens of KV are given, {most} are possible")));
@@ -356,6 +378,27 @@ mod tests {
         assert!(plan(&model(), &small, &trace).unwrap_err().to_string().contains("device memory"));
         let small = Machine { ram: 8 << 30, ..machine() };
         assert!(plan(&model(), &small, &trace).unwrap_err().to_string().contains("RAM"));
+        for odd in [
+            Machine { link: 1e-300, ..machine() },
+            Machine { hbm: 1e-6, ..machine() },
+            Machine { hbm: f64::NAN, ..machine() },
+            Machine { handoff: 1e308, ..machine() },
+            Machine { handoff: -1.0, ..machine() },
+            Machine { prefill: 1e-18, ..machine() },
+            Machine { prefill_chunk: 0, ..machine() },
+            Machine { lanes: 0, ..machine() },
+        ] {
+            assert!(plan(&model(), &odd, &trace).is_err(), "{odd:?}");
+        }
+        // The slowest machine there can be.
+        let (link, hbm, prefill, handoff) =
+            (*RATES.start(), *RATES.start(), *PREFILL.start(), *HANDOFF.end());
+        let slow = plan(&model(), &Machine { link, hbm, prefill, handoff, ..machine() }, &trace).unwrap();
+        assert!(slow.decode > 0.0 && slow.traffic.shared_tokens <= slow.traffic.prompt_tokens);
+        assert_eq!(
+            slow.traffic.output_tokens,
+            trace.requests.iter().map(|r| r.output.len() as u64).sum::<u64>()
+        );
         let endless = Machine { kv_tokens: usize::MAX, ..machine() };
         assert!(plan(&model(), &endless, &trace).unwrap_err().to_string().contains("KV"));
     }

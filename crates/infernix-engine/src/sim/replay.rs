@@ -93,7 +93,7 @@ fn play(trace: &Trace, options: &ReplayOptions, clairvoyant: bool) -> Result<Rep
     let engine = EngineOptions {
         max_concurrency: options.model.sequences,
         max_pending_requests: usize::MAX,
-        pending_timeout: Duration::from_secs(1 << 40),
+        pending_timeout: Duration::ZERO,
         prefill_chunk: options.prefill_chunk,
         max_context: usize::MAX >> 1,
         cache: CacheOptions {
@@ -167,7 +167,7 @@ fn play(trace: &Trace, options: &ReplayOptions, clairvoyant: bool) -> Result<Rep
     }
     let c = s.counters;
     out.requests = trace.requests.len();
-    out.prompt_tokens = c.prompt_tokens;
+    out.prompt_tokens = trace.requests.iter().map(|r| r.prompt.len() as u64).sum();
     out.cached_tokens = c.cached_tokens;
     out.shared_tokens = shared(trace);
     out.output_tokens = c.output_tokens;

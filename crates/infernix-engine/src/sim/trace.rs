@@ -36,7 +36,11 @@ pub struct Trace {
     pub requests: Vec<TraceRequest>,
     /// By decode round: by layer: by row: experts.
     pub routing: Vec<Vec<Vec<Vec<u32>>>>,
-    /// Bytes of a KV page of the model that was recorded; 0 = unknown.
+    /// Digest of the model that was recorded; empty = unknown.
+    pub model: String,
+    /// Rows of its vocabulary; 0 = unknown.
+    pub vocab: u64,
+    /// Bytes of a KV page of it; 0 = unknown.
     pub page_bytes: u64,
     /// Bytes of a recurrent state of it; 0 = unknown.
     pub state_bytes: u64,
@@ -48,6 +52,15 @@ pub struct Trace {
     pub rounds: u64,
 }
 
+/// A value as an error shows it.
+fn quoted(value: &Value) -> String {
+    let mut text: String = value.to_string().chars().take(41).collect();
+    if text.chars().count() > 40 {
+        text.replace_range(text.char_indices().nth(40).map_or(text.len(), |c| c.0).., "...");
+    }
+    text
+}
+
 impl Trace {
     /// Reads a recorded trace.
     ///
@@ -55,14 +68,18 @@ impl Trace {
     /// The line that makes no sense.
     pub fn read(input: impl BufRead) -> Result<Trace, String> {
         let mut trace = Trace::default();
+        // By number: where its request is, and whether it has ended.
         let mut order = std::collections::HashMap::new();
-        for (n, line) in input.lines().enumerate() {
+        let mut lines = input.lines().enumerate().peekable();
+        while let Some((n, line)) = lines.next() {
             let bad = |what: &str| format!("line {}: {what}", n + 1);
             let line = line.map_err(|e| bad(&e.to_string()))?;
             let v: Value = match serde_json::from_str(&line) {
                 Ok(v) => v,
                 // The process may have ended in the middle of its last line.
-                Err(e) if e.is_eof() && n > 0 => break,
+                Err(e) if e.is_eof() && n > 0 && lines.peek().is_none() => break,
+                // The parser counts lines of its own.
+                Err(e) if e.is_eof() => return Err(bad(&format!("cut off after {} bytes", line.len()))),
                 Err(e) => return Err(bad(&e.to_string())),
             };
             if n == 0 {
@@ -70,28 +87,41 @@ impl Trace {
                 if version != crate::sched::trace::VERSION {
                     return Err(bad(&format!("version {version} of the trace is not known")));
                 }
+                trace.model = v["model"].as_str().unwrap_or("").to_owned();
+                trace.vocab = v["vocab"].as_u64().unwrap_or(0);
                 trace.page_bytes = v["page_bytes"].as_u64().unwrap_or(0);
                 trace.cached = v["prefix_cache"].as_bool().unwrap_or(true).then_some(0);
                 continue;
             }
-            let ids = |v: &Value| -> Result<Vec<u32>, String> {
-                let list = v.as_array().ok_or_else(|| bad("expected a list of ids"))?;
+            let numbers = |v: &Value, field: &str| -> Result<Vec<u32>, String> {
+                let list = v.as_array().ok_or_else(|| bad(&format!("{field}: expected a list of ids")))?;
                 list.iter()
                     .map(|i| {
                         // The last one ends the simulator's answers.
                         let id = i.as_u64().and_then(|i| u32::try_from(i).ok()).filter(|i| *i < STOP);
-                        id.ok_or_else(|| bad("an id is no id"))
+                        id.ok_or_else(|| bad(&format!("{field}: {} is no id", quoted(i))))
                     })
                     .collect()
             };
+            let vocab = trace.vocab;
+            let ids = |field: &str| -> Result<Vec<u32>, String> {
+                let ids = numbers(&v[field], field)?;
+                let beyond = ids.iter().find(|id| vocab > 0 && u64::from(**id) >= vocab);
+                beyond.map_or(Ok(()), |id| {
+                    Err(bad(&format!("{field}: token {id} is beyond the vocabulary of {vocab}")))
+                })?;
+                Ok(ids)
+            };
             if let Some(id) = v["request"].as_u64() {
-                order.insert(id, trace.requests.len());
+                if order.insert(id, (trace.requests.len(), false)).is_some() {
+                    return Err(bad(&format!("request: number {id} was there before")));
+                }
                 // Longer than any recording, and far from what a clock of nanoseconds can hold.
                 let at = v["at"].as_f64().filter(|t| (0.0..1e9).contains(t));
                 trace.requests.push(TraceRequest {
-                    at: at.ok_or_else(|| bad("a request without the seconds of its arrival"))?,
-                    prompt: ids(&v["prompt"])?,
-                    markers: ids(&v["markers"])?.into_iter().map(|m| m as usize).collect(),
+                    at: at.ok_or_else(|| bad("at: expected the seconds of the request's arrival"))?,
+                    prompt: ids("prompt")?,
+                    markers: numbers(&v["markers"], "markers")?.into_iter().map(|m| m as usize).collect(),
                     output: Vec::new(),
                     session: v["session"].as_str().map(str::to_owned),
                     salt: v["salt"].as_u64().filter(|n| *n > 0).map_or_else(String::new, |n| n.to_string()),
@@ -99,8 +129,12 @@ impl Trace {
                     reread: v["reread"].as_bool().unwrap_or(false),
                 });
             } else if let Some(id) = v["end"].as_u64() {
-                let at = order.get(&id).ok_or_else(|| bad("an end without its request"))?;
-                trace.requests[*at].output = ids(&v["output"])?;
+                let what = || bad(&format!("end: request {id} is not there"));
+                let (at, ended) = order.get_mut(&id).ok_or_else(what)?;
+                if std::mem::replace(ended, true) {
+                    return Err(bad(&format!("end: request {id} has ended before")));
+                }
+                trace.requests[*at].output = ids("output")?;
                 trace.cached = trace.cached.map(|n| n.saturating_add(v["cached"].as_u64().unwrap_or(0)));
                 let count = |key: &str| v[key].as_u64().unwrap_or(0);
                 trace.rounds = trace.rounds.saturating_add(count("rounds"));
@@ -109,13 +143,15 @@ impl Trace {
                 trace.state_bytes = trace.state_bytes.max(v["bytes"].as_u64().unwrap_or(0));
             } else if let Some(layers) = v["routing"].as_array() {
                 let row = |v: &Value| -> Result<Vec<u32>, String> {
-                    let row = ids(v)?;
+                    let row = numbers(v, "routing")?;
                     let beyond = row.iter().find(|e| **e >= MAX_EXPERTS);
-                    beyond.map_or(Ok(()), |e| Err(bad(&format!("expert {e} of at most {MAX_EXPERTS}"))))?;
+                    beyond.map_or(Ok(()), |e| {
+                        Err(bad(&format!("routing: expert {e} of at most {MAX_EXPERTS}")))
+                    })?;
                     Ok(row)
                 };
                 let rows = |l: &Value| -> Result<Vec<Vec<u32>>, String> {
-                    l.as_array().ok_or_else(|| bad("expected rows"))?.iter().map(row).collect()
+                    l.as_array().ok_or_else(|| bad("routing: expected rows"))?.iter().map(row).collect()
                 };
                 let layers = layers.iter().map(rows).collect::<Result<_, _>>()?;
                 // Prompts use nearly every expert and stream them; what is resident matters to decode rounds.
@@ -215,7 +251,7 @@ impl Default for Synthetic {
 mod tests {
     use super::*;
 
-    const HEAD: &str = r#"{"infernix_trace": 1, "page_bytes": 100}"#;
+    const HEAD: &str = r#"{"infernix_trace": 1, "page_bytes": 100, "vocab": 1000, "model": "m"}"#;
 
     fn read(lines: &[&str]) -> Result<Trace, String> {
         Trace::read([&[HEAD], lines].concat().join("\n").as_bytes())
@@ -237,6 +273,7 @@ mod tests {
         assert_eq!(prompts, [&[1, 2, 3][..], &[5]], "in the order of arrival");
         assert_eq!(trace.requests[0].output, [9]);
         assert_eq!(trace.routing, [[[[5, 6]], [[7, 8]]]], "decode rounds only");
+        assert_eq!((&trace.model[..], trace.vocab), ("m", 1000));
         assert_eq!((trace.page_bytes, trace.state_bytes, trace.rounds, trace.accepted), (100, 77, 1, 2));
         assert_eq!(trace.cached, Some(2));
         let uncached = Trace::read(&br#"{"infernix_trace": 1, "prefix_cache": false}"#[..]).unwrap();
@@ -245,27 +282,38 @@ mod tests {
 
     #[test]
     fn damaged_traces_are_refused_by_line() {
-        let request = r#"{"at": 1.0, "request": 1, "prompt": [1], "markers": []}"#;
+        let first = r#"{"at": 1.0, "request": 1, "prompt": [1], "markers": []}"#;
         for (line, what) in [
-            (r#"{"at": 1.0, "request": 1, "prompt": [-1], "markers": []}"#, "no id"),
-            (r#"{"at": 1.0, "request": 1, "prompt": 7, "markers": []}"#, "list of ids"),
-            (r#"{"at": -1, "request": 1, "prompt": [1], "markers": []}"#, "arrival"),
-            (r#"{"at": 1e300, "request": 1, "prompt": [1], "markers": []}"#, "arrival"),
-            (r#"{"at": 1.0, "request": 1, "prompt": [4294967295], "markers": []}"#, "no id"),
-            (r#"{"at": 1.0, "request": 1, "prompt": [1], "markers": [1e99]}"#, "no id"),
-            (r#"{"end": 5, "output": []}"#, "without its request"),
+            (r#"{"at": 1.0, "request": 2, "prompt": [-1], "markers": []}"#, "prompt: -1 is no id"),
+            (r#"{"at": 1.0, "request": 2, "prompt": 7, "markers": []}"#, "prompt: expected a list of ids"),
+            (r#"{"at": 1.0, "request": 2, "prompt": [9999], "markers": []}"#, "token 9999 is beyond"),
+            (r#"{"at": -1, "request": 2, "prompt": [1], "markers": []}"#, "at: expected"),
+            (r#"{"at": 1e300, "request": 2, "prompt": [1], "markers": []}"#, "arrival"),
+            (r#"{"at": 1.0, "request": 2, "prompt": [4294967295], "markers": []}"#, "no id"),
+            (r#"{"at": 1.0, "request": 2, "prompt": [1], "markers": [1e99]}"#, "markers: 1e+99 is no id"),
+            (r#"{"at": 1.0, "request": 2, "prompt": [1]}"#, "markers: expected"),
+            (r#"{"at": 1.0, "request": 1, "prompt": [2], "markers": []}"#, "number 1 was there before"),
+            (r#"{"end": 5, "output": []}"#, "request 5 is not there"),
+            (r#"{"end": 1, "output": "x"}"#, "output: expected"),
             (r#"{"routing": [[[4000000000]]]}"#, "expert 4000000000"),
             (r#"{"routing": [3]}"#, "rows"),
             ("{]", "line 3"),
+            // Only the last line may be torn.
+            ("{", "line 3: cut off"),
+            (r#"{"at": 1.0, "request": 2, "prom"#, "cut off"),
+            ("", "cut off"),
         ] {
-            let error = read(&[request, line, request]).unwrap_err();
+            let request = first.replace("\"request\": 1", "\"request\": 3");
+            let error = read(&[first, line, &request]).unwrap_err();
             assert!(error.contains("line 3") && error.contains(what), "{line}: {error}");
         }
         let many =
             format!(r#"{{"end": 1, "output": [], "rounds": {0}, "accepted": {0}, "cached": {0}}}"#, u64::MAX);
-        let trace = read(&[request, &many, &many]).unwrap();
+        let (second, more) = (first.replace("\"request\": 1", "\"request\": 2"), many.replace("1,", "2,"));
+        let trace = read(&[first, &second, &many, &more]).unwrap();
         assert_eq!((trace.rounds, trace.cached), (u64::MAX, Some(u64::MAX)));
-        assert!(read(&[&"[".repeat(1 << 20), request]).is_err());
+        assert!(read(&[first, &many, &many]).unwrap_err().contains("ended before"));
+        assert!(read(&[&"[".repeat(1 << 20), first]).is_err());
         assert!(Trace::read(&b"\xff\xfe"[..]).is_err());
         assert!(Trace::read(&b"{}"[..]).unwrap_err().contains("no trace"));
         assert!(Trace::read(&br#"{"infernix_trace": 2}"#[..]).unwrap_err().contains("version 2"));
