@@ -184,6 +184,12 @@ impl<B: Backend> Driver<B> {
             return Err(EngineError::Ngram("the model needs its n-gram volume".into()));
         }
         let pages = options.tokens.div_ceil(PAGE_TOKENS) + options.sequences;
+        if u32::try_from(pages).is_err() {
+            let tokens = options.tokens;
+            return Err(EngineError::Request(format!(
+                "{tokens} tokens of keys and values have no page numbers"
+            )));
+        }
         model.layout.pages = pages;
         model.layout.slots = options.sequences;
         model.layout.kv = options.kv;

@@ -8,7 +8,7 @@ use crate::backend::{
     Site, WeightData, WeightSpec,
 };
 use crate::error::EngineError;
-use crate::state::{AttentionLayout, KvFormat, PleLayout, StateLayout};
+use crate::state::{AttentionLayout, KvFormat, PAGE_TOKENS, PleLayout, StateLayout};
 use infernix_formats::Format;
 use infernix_model::{
     Component, Ffn, GateActivation, LayerKind, ModelConfig, MoeConfig, expert_parent_names,
@@ -70,6 +70,13 @@ fn has_nvfp4_experts(source: &dyn WeightSource) -> bool {
         && source
             .weight(name)
             .is_ok_and(|w| w.parts.iter().any(|p| matches!(p.format, Format::Nvfp4 | Format::Nvfp4Mul)))
+}
+
+/// Bytes of a KV page of host memory over all attention layers, the drafter's included where it runs.
+pub fn page_bytes(c: &ModelConfig, drafter: bool, kv: KvFormat) -> u64 {
+    let codec = kv.codec();
+    let tokens = |a: &AttentionLayout| (PAGE_TOKENS * a.kv_heads * 2 * codec.row_bytes(a.head_dim)) as u64;
+    layout(c, drafter).attention.iter().map(tokens).sum()
 }
 
 /// State of a model's layers; pages, slots and KV format are the driver's.

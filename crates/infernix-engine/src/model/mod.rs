@@ -11,7 +11,7 @@ mod source;
 pub use artifact::ArtifactSource;
 #[cfg(test)]
 pub(crate) use load::layout;
-pub use load::{LoadOptions, load};
+pub use load::{LoadOptions, load, page_bytes};
 pub use rope::table as rope_table;
 pub use source::{Binder, MemorySource, WeightSource};
 

@@ -5,7 +5,7 @@
 
 use super::codec::{KvCodec, KvFormat};
 use super::slot::{ConvSlot, GdnRecord, GdnSlot, IndexSlot, Slot, SlotSnapshot};
-use super::{PAGE_TOKENS, StateLayout};
+use super::{AttentionLayout, PAGE_TOKENS, StateLayout};
 use crate::backend::{CallKind, Outcome, Part, RowKey, SlotId, StateId, StepMeta};
 use crate::error::EngineError;
 use crate::memory::Lines;
@@ -54,13 +54,30 @@ pub struct HostState {
 
 impl HostState {
     /// Allocates all pages and slots; `fp32` overrides the KV format with FP32.
-    pub fn new(layout: &StateLayout, fp32: bool) -> Self {
+    ///
+    /// # Errors
+    /// More keys and values than there can be memory for.
+    pub fn new(layout: &StateLayout, fp32: bool) -> Result<Self, EngineError> {
         let codec = if fp32 { KvFormat::F32 } else { layout.kv }.codec();
-        let kv = layout
-            .attention
-            .iter()
-            .map(|a| vec![0u8; layout.pages * PAGE_TOKENS * a.kv_heads * 2 * codec.row_bytes(a.head_dim)])
-            .collect();
+        let tokens = layout.pages.checked_mul(PAGE_TOKENS);
+        let bytes = |a: &AttentionLayout| tokens?.checked_mul(a.kv_heads * 2 * codec.row_bytes(a.head_dim));
+        let sizes: Option<Vec<usize>> = layout.attention.iter().map(bytes).collect();
+        let sum = sizes.iter().flatten().try_fold(0usize, |sum, n| sum.checked_add(*n));
+        // Allocated to nothing but see whether it can be: an allocation of zeros that fails ends the process. A system that
+        // promises more than it has ends it later.
+        let memory = rustix::system::sysinfo();
+        let memory =
+            (memory.totalram as u64 + memory.totalswap as u64).saturating_mul(memory.mem_unit.into());
+        let possible =
+            sum.is_some_and(|sum| sum as u64 <= memory && Vec::<u8>::new().try_reserve_exact(sum).is_ok());
+        let Some(sizes) = sizes.filter(|_| possible) else {
+            let gib = sum.map_or("more than any machine has".to_owned(), |n| format!("{} GiB", n >> 30));
+            return Err(EngineError::Request(format!(
+                "keys and values of {} tokens take {gib}: this machine cannot hold them (--kv-capacity, --max-context)",
+                tokens.unwrap_or(usize::MAX)
+            )));
+        };
+        let kv = sizes.into_iter().map(|n| vec![0u8; n]).collect();
         let mut state = HostState {
             layout: layout.clone(),
             codec,
@@ -71,7 +88,7 @@ impl HostState {
             failed: Vec::new(),
         };
         state.slots = (0..layout.slots).map(|_| state.fresh_slot()).collect();
-        state
+        Ok(state)
     }
 
     fn fresh_slot(&self) -> Slot {
@@ -498,7 +515,25 @@ mod tests {
             slots: 1,
             kv: KvFormat::Bf16,
         };
-        HostState::new(&layout, false)
+        HostState::new(&layout, false).unwrap()
+    }
+
+    #[test]
+    fn more_keys_and_values_than_memory_are_an_error() {
+        let attention =
+            vec![AttentionLayout { part: Part::Target, kv_heads: 2, head_dim: 64, index: None }; 4];
+        for pages in [1 << 40, usize::MAX >> 6, usize::MAX] {
+            let layout = StateLayout {
+                attention: attention.clone(),
+                gdn: Vec::new(),
+                ple: Vec::new(),
+                pages,
+                slots: 1,
+                kv: KvFormat::Bf16,
+            };
+            let error = HostState::new(&layout, false).err().unwrap().to_string();
+            assert!(error.contains("--kv-capacity"), "{error}");
+        }
     }
 
     /// A round of `n` columns that leaves `value` everywhere in S.

@@ -280,7 +280,7 @@ impl Backend for CpuBackend {
         }
         let state = layout.gdn.iter().map(|d| 4 * d.value_heads * d.key_dim * d.value_dim).sum::<usize>();
         self.stream = state > STREAMED;
-        self.state = Some(HostState::new(layout, false));
+        self.state = Some(HostState::new(layout, false)?);
         Ok(())
     }
 

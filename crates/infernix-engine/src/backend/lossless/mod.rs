@@ -301,7 +301,7 @@ impl Backend for Lossless {
 
     fn allocate(&mut self, layout: &StateLayout) -> Result<(), EngineError> {
         self.gdn_layers = vec![0; layout.gdn.len()];
-        self.state = Some(HostState::new(layout, self.options.fp32));
+        self.state = Some(HostState::new(layout, self.options.fp32)?);
         Ok(())
     }
 
