@@ -148,11 +148,8 @@ impl App {
         usage: TokenUsage,
         miss: &Miss,
     ) -> Option<Habit> {
-        let texts = |e: &Excerpt| {
-            let (before, after) = e.ids.split_at(e.before.min(e.ids.len()));
-            let text = |ids: &[u32]| self.format.tokenizer().decode(ids, false);
-            (text(before), text(after))
-        };
+        let tokenizer = self.format.tokenizer();
+        let texts = |e: &Excerpt| e.texts(|id| tokenizer.token_bytes(id).unwrap_or_default());
         let (cached, prompt) = (texts(&miss.cached), texts(&miss.prompt));
         let parted = !cached.1.is_empty() && !prompt.1.is_empty();
         let found = parted.then(|| {

@@ -545,6 +545,25 @@ fn what_was_read_is_never_told_as_cached() {
     assert!(cached > 0 && header == format!("hit={cached}/{prompt}; prompts=3/3"), "{header}");
 }
 
+/// Seen: two texts that part in the bytes of a character were shown as the same one, U+FFFD.
+#[test]
+fn a_miss_shows_the_characters_that_differ() {
+    let (server, _) = server(Place::Nowhere, CacheOptions::default(), ServeOptions::default());
+    let rules: String = (0..60).map(|i| format!("rule {i} says be careful with item {}. ", i * 7)).collect();
+    for (a, b) in [("😀", "😁"), ("ж", "з"), ("中", "丰")] {
+        for mood in [a, b] {
+            let prompt = format!("In mood {mood} now. {rules}");
+            server.post("/v1/completions", &json!({"prompt": prompt, "max_tokens": 2, "ignore_eos": true}));
+        }
+        let miss = server.get("/v1/status").json()["misses"][0].clone();
+        for (side, mood) in [("cached", a), ("prompt", b)] {
+            let shown = miss[side]["different"].as_str().expect("a text");
+            assert!(shown.trim_start().starts_with(mood), "{mood}: {miss}");
+        }
+        assert!(!miss.to_string().contains('\u{FFFD}'), "{miss}");
+    }
+}
+
 #[test]
 fn a_miss_names_the_clients_habit_and_never_calls_a_known_prompt_new() {
     let (server, _) = server(Place::Nowhere, CacheOptions::default(), ServeOptions::default());
@@ -575,6 +594,10 @@ fn a_miss_names_the_clients_habit_and_never_calls_a_known_prompt_new() {
     }
     let (header, habit) = ask(&format!("Write about cats. {rules}"), "go");
     assert!(!header.contains("habit=") && habit.is_none(), "{header}");
+    // Reasoning is left out of answers only: here the questions differ.
+    ask(&rules, "count 0");
+    let (header, habit) = ask(&rules, "What is Rust?");
+    assert!(header.contains("reason=diverged") && habit.is_none(), "{header}");
     // Shorter than a block, so nothing of it can be kept.
     let short = || {
         let body =
