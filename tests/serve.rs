@@ -158,6 +158,11 @@ fn what_is_wrong_is_said_before_a_model_is_loaded() {
         .fails(2, &["--prefix-cache-file"]);
     infernix(["serve", "--port", "0", "--request-log-jsonl", "/no/such/folder/x"])
         .fails(2, &["--request-log-jsonl"]);
+    for device in ["/dev/null", "/dev/zero"] {
+        infernix(["serve", "--port", "0", "--prefix-cache-file", device])
+            .fails(2, &["--prefix-cache-file", "no regular file"]);
+        assert!(!std::path::Path::new(device).metadata().expect("there").is_file());
+    }
     infernix(["serve", "--port", "0", "--no-prefix-cache", "--prefix-cache-file", "x"])
         .fails(2, &["--no-prefix-cache"]);
     infernix(["serve", "--port", "0", "--max-concurrency", "1000000"]).fails(2, &["1..=8"]);
@@ -175,4 +180,41 @@ fn what_is_wrong_is_said_before_a_model_is_loaded() {
         std::fs::write(&config, text).expect("written");
         infernix(["serve", "--config", config.to_str().expect("UTF-8"), "--port", "0"]).fails(2, &[words]);
     }
+}
+
+#[test]
+fn the_ledger_counts_the_drafters_keys_and_values_and_what_cannot_be_is_refused_by_name() {
+    let cache = scratch();
+    for spec in ["--spec=off", "--spec=auto", "--draft-tokens=0"] {
+        let trace = cache.path().join("trace");
+        let served = Served::new(
+            cache.path(),
+            &[spec, "--kv-capacity=200000", &format!("--record-trace={}", trace.display())],
+        );
+        let row = served.said.lines().find(|l| l.contains("keys and values")).expect("a row").to_owned();
+        assert_eq!(served.terminate(), 0);
+        let text = std::fs::read_to_string(&trace).expect("a trace");
+        let head: serde_json::Value =
+            serde_json::from_str(text.lines().next().expect("a head")).expect("JSON");
+        let bytes = |key: &str| head[key].as_f64().expect("a number");
+        let mib = format!("{:.2} MiB", bytes("pages") * bytes("page_bytes") / f64::from(1 << 20));
+        assert!(row.contains(&mib), "{spec}: {mib} in {row}");
+    }
+    let refused = |flags: &[&str], code, words: &[&str]| {
+        let mut command = common::program();
+        command.env("INFERNIX_CACHE", cache.path()).args(["serve", "--port", "0"]).args(flags);
+        common::finish(command.arg(common::demo())).fails(code, words);
+    };
+    let most = u64::MAX.to_string();
+    for flag in [
+        "--kv-capacity",
+        "--prefix-cache-mib",
+        "--prefix-cache-device-mib",
+        "--prefix-cache-file-mib",
+        "--response-store-mib",
+        "--vram-budget-mib",
+    ] {
+        refused(&[flag, &most], 2, &[flag]);
+    }
+    refused(&["--kv-capacity=4000000000"], 1, &["--kv-capacity", "cannot hold them"]);
 }

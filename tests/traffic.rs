@@ -208,6 +208,86 @@ fn plan_works_without_a_trace_and_says_what_is_too_small() {
     on(least).ok();
     on(least - 1).fails(1, &["device memory"]);
     infernix(cache.path(), &["plan", "--target", "100"]).fails(2, &["--target"]);
-    infernix(cache.path(), &["plan", "--kv-capacity", &usize::MAX.to_string()]).fails(1, &["KV"]);
-    infernix(cache.path(), &["plan", "--link", "0"]).fails(2, &["--link"]);
+    for (flag, values) in [
+        ("--link", &["0", "1e-300", "1e300", "NaN"][..]),
+        ("--bandwidth", &["1e-300", "1e-15"]),
+        ("--handoff", &["1e308", "1e20", "-1"]),
+        ("--prefill-rate", &["1e-18"]),
+        ("--prefill-chunk", &["0"]),
+        ("--kv-capacity", &["18446744073709551615"]),
+        ("--prefix-cache-device-mib", &["18446744073709551615"]),
+        ("--vram-mib", &["18446744073709551615"]),
+        ("--ram-mib", &["17592186044416"]),
+        ("--sessions", &["1000000000"]),
+    ] {
+        for value in values {
+            let given = format!("{flag}={value}");
+            infernix(cache.path(), &["plan", &given]).fails(2, &[flag]);
+        }
+    }
+}
+
+#[test]
+fn a_trace_of_another_model_is_refused_or_said() {
+    let cache = scratch();
+    let trace = cache.path().join("trace");
+    infernix(cache.path(), &[&RUN[..], &[&format!("--record-trace={}", trace.display())]].concat()).ok();
+    let good = std::fs::read_to_string(&trace).expect("a trace");
+    let head: Value = serde_json::from_str(good.lines().next().expect("a head")).expect("JSON");
+    let changed = |key: &str, value: Value| {
+        let mut head = head.clone();
+        head[key] = value;
+        std::fs::write(&trace, format!("{head}\n{}", good.split_once('\n').expect("more").1))
+            .expect("written");
+        plan(cache.path(), &trace)
+    };
+    changed("vocab", json!(1_000_000)).fails(1, &["a vocabulary of 1000000"]);
+    changed("vocab", json!(2)).fails(1, &["line 2: prompt: token", "vocabulary of 2"]);
+    let other = changed("model", json!("feedbeef")).ok();
+    assert_eq!(other.json()["routing"], "synthetic");
+    assert!(other.stderr.contains("another model (feedbeef)"), "{}", other.stderr);
+    // Not said, as by older versions.
+    let old = changed("model", Value::Null).ok();
+    assert!(old.json()["routing"] == "recorded" && !old.stderr.contains("warning"), "{}", old.stderr);
+}
+
+/// The limit of a file's size ends a process by a signal, unless it is caught.
+#[test]
+fn a_limit_of_file_sizes_costs_the_file_and_not_the_answer() {
+    let cache = scratch();
+    let long = "The colours are red, green and blue. ".repeat(12);
+    let flags = ["run", "--raw", "--greedy", "-m", "8", "-p", &long];
+    let plain = infernix(cache.path(), &flags).ok();
+    for (flag, words) in [("--record-trace", "incomplete"), ("--prefix-cache-file", "written")] {
+        let file = cache.path().join(flag);
+        let mut shell = std::process::Command::new("sh");
+        let run = finish(
+            shell
+                .env("INFERNIX_CACHE", cache.path())
+                .args(["-c", "ulimit -f 1; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_infernix")])
+                .args([&flags[..1], &[demo().to_str().expect("text")], &flags[1..]].concat())
+                .arg(flag)
+                .arg(&file),
+        )
+        .ok();
+        assert_eq!(run.stdout, plain.stdout);
+        assert!(run.stderr.contains("warning") && run.stderr.contains(words), "{flag}: {}", run.stderr);
+        assert!(!common::names(cache.path()).iter().any(|n| n.starts_with(".--")), "nothing half-written");
+    }
+}
+
+#[test]
+fn a_reports_device_stays_one_and_its_link_stays_a_link() {
+    let cache = scratch();
+    let at = |name: &str| cache.path().join(name);
+    std::fs::create_dir(at("disk")).expect("a folder");
+    std::fs::write(at("ids"), "[1, 2, 3]").expect("written");
+    std::os::unix::fs::symlink("disk/new", at("link")).expect("a link");
+    let tokens = at("ids").display().to_string();
+    let logits = |to: &Path| {
+        infernix(cache.path(), &["logits", "--tokens", &tokens, "-o", to.to_str().expect("text")])
+    };
+    logits(&at("link")).ok();
+    assert!(at("link").symlink_metadata().expect("there").is_symlink() && at("disk/new").is_file());
+    assert_eq!(common::names(&at("disk")), ["new"]);
 }

@@ -421,7 +421,7 @@ pub(crate) struct SchedArgs {
     /// Requests that may wait beyond those
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub(crate) max_pending_requests: usize,
-    /// Longest wait for a lane
+    /// Longest wait for a lane; 0 is without end
     #[arg(long, value_name = "MS", default_value_t = 30_000)]
     pub(crate) pending_timeout_ms: u64,
     /// Prompt tokens of one model call: what a decoding request waits for at most between two rounds
@@ -637,8 +637,8 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "RATE", default_value_t = 3000.0)]
     pub(crate) prefill_rate: f64,
     /// Prompt tokens of one model call
-    #[arg(long, value_name = "N", default_value_t = 1024)]
-    pub(crate) prefill_chunk: usize,
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) prefill_chunk: u32,
     /// Requests that run at once
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub(crate) max_concurrency: u32,

@@ -26,6 +26,10 @@ enum Outcome {
 }
 
 fn main() -> ExitCode {
+    #[cfg(unix)]
+    if let Err(error) = outlive_file_limits() {
+        output::warn(&format!("a limit of file sizes would end the process: {error}"));
+    }
     let (cli, given) = match config::expand(args::arguments()) {
         Ok(arguments) => args::parse(arguments),
         Err(error) => return failed(&error),
@@ -38,6 +42,17 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
+}
+
+/// Has a write beyond the limit of a file's size (`ulimit -f`) fail like one on a full disk, where the signal for it would end
+/// the process. It is caught and not ignored, since what is ignored stays so in every program that this one starts.
+#[cfg(unix)]
+fn outlive_file_limits() -> std::io::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+    let _inside = runtime.enter();
+    // Once caught, it stays so when the runtime is gone.
+    signal(SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw())).map(drop)
 }
 
 /// Says an error and gives its exit code.

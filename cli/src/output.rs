@@ -1,5 +1,6 @@
 //! Where text goes: results to stdout, everything else to stderr; and the few shapes that results have.
 
+use anyhow::Context as _;
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
 
@@ -54,21 +55,42 @@ pub(crate) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
 
 /// Writes a report to a file, replacing an older one only when the new one is whole.
 pub(crate) fn write_report(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
-    use anyhow::Context as _;
-    let mut partial = path.as_os_str().to_owned();
+    replace(path, |mut file| Ok(file.write_all(text.as_bytes())?))
+        .with_context(|| format!("{} cannot be written", path.display()))?;
+    note(&format!("wrote {}", path.display()));
+    Ok(())
+}
+
+/// Has `write` write a new version of a file, which takes the file's place when it is whole: behind a link, that of the file the
+/// link names. What is no regular file (a terminal, a pipe, a device) is written to as it is.
+pub(crate) fn replace(
+    path: &std::path::Path,
+    write: impl FnOnce(std::fs::File) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    use std::fs::File;
+    if path.metadata().is_ok_and(|m| !m.is_file() && !m.is_dir()) {
+        return write(File::options().write(true).open(path)?);
+    }
+    let place = infernix_engine::files::place(path)?;
+    let mut partial = place.as_os_str().to_owned();
     partial.push(".partial");
-    let write = || {
-        std::fs::write(&partial, text)?;
-        std::fs::rename(&partial, path)
-    };
-    let written = write();
+    let file = File::create(&partial)?;
+    let written = write(file).and_then(|()| Ok(std::fs::rename(&partial, &place)?));
     if written.is_err() {
         // Half a file, perhaps on a full disk, helps nobody.
         let _ = std::fs::remove_file(&partial);
     }
-    written.with_context(|| format!("{} cannot be written", path.display()))?;
-    note(&format!("wrote {}", path.display()));
-    Ok(())
+    written
+}
+
+/// Bytes of a number of MiB that a flag gives: up to 16 PiB, far more than any machine has, so that sums of a few stay in 64
+/// bits.
+pub(crate) fn mib(flag: &str, n: u64) -> anyhow::Result<u64> {
+    const MOST: u64 = 1 << 34;
+    if n > MOST {
+        return Err(usage(format!("{flag} {n}: at most {MOST} MiB are possible")));
+    }
+    Ok(n << 20)
 }
 
 /// Refuses, before hours of work, files that could not be written at its end, or that would be written over each other.

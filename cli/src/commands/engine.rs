@@ -3,7 +3,7 @@
 use super::model::{BackendKind, OpenModel};
 use crate::Outcome;
 use crate::args::{AutoNumber, SchedArgs, Spec, SpecArgs};
-use crate::output::usage;
+use crate::output::{mib, usage};
 use infernix_artifact::Artifact;
 use infernix_engine::EngineError;
 use infernix_engine::backend::Backend;
@@ -141,6 +141,7 @@ pub(crate) fn start_engine(
     tokens: usize,
     options: EngineOptions,
 ) -> anyhow::Result<Engine> {
+    let options = EngineOptions { model: open.artifact.artifact_id().to_string(), ..options };
     let spec = options.spec;
     let has_drafter = open.artifact.directory().components.contains_key("mtp");
     if spec.mode == SpecMode::Mtp && !has_drafter {
@@ -197,17 +198,6 @@ pub(crate) fn engine_options(
     context: usize,
 ) -> anyhow::Result<EngineOptions> {
     contradictions(sched, spec, open)?;
-    let mib = |n: u64| n.saturating_mul(1 << 20);
-    // Everything that decides what a state means: another value makes cached states useless.
-    let identity = format!(
-        "{} {} {:?} {:?} {:?} {}",
-        env!("CARGO_PKG_VERSION"),
-        open.artifact.artifact_id(),
-        open.backend,
-        open.kv,
-        open.activations,
-        spec.spec != Spec::Off && spec.draft_tokens.0 != Some(0)
-    );
     Ok(EngineOptions {
         max_concurrency: sched.max_concurrency as usize,
         max_pending_requests: sched.max_pending_requests,
@@ -217,11 +207,11 @@ pub(crate) fn engine_options(
         addressable: open.chat_format()?.tokenizer().addressable() as usize,
         cache: CacheOptions {
             enabled: !sched.no_prefix_cache,
-            device_bytes: mib(sched.prefix_cache_device_mib),
-            host_bytes: host_bytes(sched),
+            device_bytes: mib("--prefix-cache-device-mib", sched.prefix_cache_device_mib)?,
+            host_bytes: host_bytes(sched)?,
             file: sched.prefix_cache_file.clone(),
-            file_bytes: mib(sched.prefix_cache_file_mib),
-            identity,
+            file_bytes: mib("--prefix-cache-file-mib", sched.prefix_cache_file_mib)?,
+            identity: identity(open, drafter_runs(spec, open)),
             ..CacheOptions::default()
         },
         spec: SpecOptions {
@@ -232,15 +222,39 @@ pub(crate) fn engine_options(
             ngram_min_match: spec.ngram_min_match as usize,
         },
         record_trace: sched.record_trace.clone(),
+        ..EngineOptions::default()
     })
 }
 
+/// Whether the model's drafter runs.
+pub(crate) fn drafter_runs(spec: &SpecArgs, open: &OpenModel) -> bool {
+    spec.spec != Spec::Off
+        && spec.draft_tokens.0 != Some(0)
+        && open.artifact.directory().components.contains_key("mtp")
+}
+
+/// Everything that decides what a state means: another value makes cached states useless.
+fn identity(open: &OpenModel, drafter: bool) -> String {
+    [
+        format!("version: {}", env!("CARGO_PKG_VERSION")),
+        format!("model: {}", open.artifact.artifact_id()),
+        format!("backend (--backend): {:?}", open.backend),
+        format!("keys and values (--kv-dtype): {:?}", open.kv),
+        format!(
+            "activations (--a16-activations, --a8-activations, --a4-activations): {:?}",
+            open.activations
+        ),
+        format!("drafter (--spec, --draft-tokens): {}", if drafter { "on" } else { "off" }),
+    ]
+    .join("\n")
+}
+
 /// Bytes of cached prefixes in RAM: what was asked for, else 8 GiB or a quarter of what is free.
-fn host_bytes(sched: &SchedArgs) -> u64 {
+fn host_bytes(sched: &SchedArgs) -> anyhow::Result<u64> {
     let free = free_memory();
-    match sched.prefix_cache_mib {
-        Some(mib) => {
-            let bytes = mib.saturating_mul(1 << 20);
+    Ok(match sched.prefix_cache_mib {
+        Some(n) => {
+            let bytes = mib("--prefix-cache-mib", n)?;
             if free > 0 && bytes > free && !sched.no_prefix_cache {
                 crate::output::warn(&format!(
                     "--prefix-cache-mib allows {}, {} of memory are free",
@@ -252,7 +266,7 @@ fn host_bytes(sched: &SchedArgs) -> u64 {
         }
         None if free > 0 => (8u64 << 30).min(free / 4),
         None => 8 << 30,
-    }
+    })
 }
 
 fn same(a: &Path, b: &Path) -> bool {
@@ -279,11 +293,12 @@ pub(crate) fn spare_foreign_trace(path: Option<&Path>) -> anyhow::Result<()> {
 /// Refuses to write over a file that this program did not write: such a file begins with `own`, or is empty or zeros, which a crash leaves.
 fn spare_foreign(flag: &str, path: Option<&Path>, own: &[u8]) -> anyhow::Result<()> {
     let Some(path) = path else { return Ok(()) };
-    // A device is no file that could be lost, and whether a file can be written shows when it is.
-    let Some(file) = std::fs::File::open(path).ok().filter(|f| f.metadata().is_ok_and(|m| m.is_file()))
-    else {
+    // A device is no file that could be lost, and whether a file can be written shows when it is. A pipe must not be opened:
+    // that waits for who writes to it.
+    if !path.is_file() {
         return Ok(());
-    };
+    }
+    let Ok(file) = std::fs::File::open(path) else { return Ok(()) };
     let mut start = Vec::new();
     file.take(own.len() as u64).read_to_end(&mut start)?;
     if start != own && start.iter().any(|b| *b != 0) {
@@ -293,6 +308,12 @@ fn spare_foreign(flag: &str, path: Option<&Path>, own: &[u8]) -> anyhow::Result<
         )));
     }
     Ok(())
+}
+
+/// Refuses, before a model is loaded, a cache file in a place that it cannot take when it is saved.
+pub(crate) fn check_cache_file(path: Option<&Path>) -> anyhow::Result<()> {
+    let bad = |path: &Path, e| usage(format!("--prefix-cache-file {}: {e}", path.display()));
+    path.map_or(Ok(()), |path| infernix_engine::files::place(path).map(drop).map_err(|e| bad(path, e)))
 }
 
 /// Refuses flags that cannot hold together, and files that would overwrite each other.
@@ -320,6 +341,7 @@ fn contradictions(sched: &SchedArgs, spec: &SpecArgs, open: &OpenModel) -> anyho
     spare_the_model("--record-trace", sched.record_trace.as_deref(), open)?;
     spare_the_model("--prefix-cache-file", sched.prefix_cache_file.as_deref(), open)?;
     spare_foreign_trace(sched.record_trace.as_deref())?;
+    check_cache_file(sched.prefix_cache_file.as_deref().filter(|p| p.exists()))?;
     spare_foreign("--prefix-cache-file", sched.prefix_cache_file.as_deref(), cache::MAGIC)?;
     match (&sched.record_trace, &sched.prefix_cache_file) {
         (Some(a), Some(b)) if same(a, b) => {
@@ -354,6 +376,21 @@ mod tests {
             assert!(asked(own).is_ok(), "{own:?}");
         }
         std::fs::remove_file(&path).unwrap();
+        #[cfg(unix)]
+        {
+            // Opened, it would wait for who writes to it.
+            assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+            assert!(spare_foreign_trace(Some(&path)).is_ok());
+            assert!(check_cache_file(Some(&path)).is_err());
+            std::fs::remove_file(&path).unwrap();
+            for device in ["/dev/null", "/dev/zero"] {
+                let error = check_cache_file(Some(Path::new(device))).unwrap_err().to_string();
+                assert!(
+                    error.contains("--prefix-cache-file") && error.contains("no regular file"),
+                    "{error}"
+                );
+            }
+        }
         assert!(spare_foreign("--prefix-cache-file", Some(&path), cache::MAGIC).is_ok());
         std::fs::write(&path, b"{\"infernix_trace\":1,").unwrap();
         assert!(spare_foreign_trace(Some(&path)).is_ok());

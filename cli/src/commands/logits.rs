@@ -201,16 +201,10 @@ impl Task for LogitsTask<'_> {
         let count = if self.args.layers { config.layers.len() } else { 0 };
         let mut layers: Vec<_> = (0..count).map(|i| LayerTensors::new(config, i, rows)).collect();
         let path = &self.args.output;
-        // Under another name until it is whole, so that a killed run leaves nothing that looks like a result.
-        let mut partial = path.as_os_str().to_owned();
-        partial.push(".partial");
-        let file = File::create(&partial).with_context(|| format!("{} cannot be created", path.display()))?;
-        let written = self.write(driver, file, &logits, &[positions, input_ids], &mut layers);
-        let written = written.and_then(|()| Ok(std::fs::rename(&partial, path)?));
-        if written.is_err() {
-            let _ = std::fs::remove_file(&partial);
-        }
-        written.with_context(|| format!("{} is incomplete and was removed", path.display()))?;
+        let write = |file: File| self.write(driver, file, &logits, &[positions, input_ids], &mut layers);
+        output::replace(path, write).with_context(|| {
+            format!("{} cannot be written, or is incomplete and was removed", path.display())
+        })?;
         output::note(&format!("wrote {rows} rows of {vocab} to {}", path.display()));
         Ok(Outcome::Done)
     }

@@ -3,7 +3,7 @@
 use super::convert::interrupt;
 use crate::INTERRUPTED;
 use crate::args::{Given, KvDtype, ModelArgs, ProgressMode};
-use crate::output::{self, usage};
+use crate::output::{self, mib, usage};
 use crate::progress::Reporter;
 use anyhow::{Context as _, bail};
 use infernix_artifact::{Artifact, ArtifactError, Interrupt};
@@ -231,8 +231,8 @@ impl How {
             },
             threads: threads("threads", args.threads)?,
             threads_batch: threads("threads-batch", args.threads_batch)?,
-            vram_budget: args.vram_budget_mib.unwrap_or(0) << 20,
-            expert_ram: args.expert_ram_mib.unwrap_or(0) << 20,
+            vram_budget: mib("--vram-budget-mib", args.vram_budget_mib.unwrap_or(0) as u64)? as usize,
+            expert_ram: mib("--expert-ram-mib", args.expert_ram_mib.unwrap_or(0) as u64)? as usize,
         })
     }
 }

@@ -4,12 +4,14 @@ use super::convert::with_version;
 use super::model::OpenModel;
 use crate::Outcome;
 use crate::args::{PlanArgs, ProgressMode};
-use crate::output::{self, Table, bytes, grouped, usage};
-use anyhow::Context as _;
+use crate::output::{self, Table, bytes, grouped, mib, usage};
+use anyhow::{Context as _, bail};
 use infernix_artifact::Directory;
-use infernix_engine::model::{ArtifactSource, WeightSource as _};
-use infernix_engine::sim::{Machine, ModelSizes, Needed, Plan, Synthetic, Trace, needed, plan};
-use infernix_engine::state::{KvFormat, PAGE_TOKENS};
+use infernix_engine::model::{ArtifactSource, WeightSource as _, page_bytes};
+use infernix_engine::sim::{
+    HANDOFF, MOST_KV, Machine, ModelSizes, Needed, PREFILL, Plan, RATES, Synthetic, Trace, needed, plan,
+};
+use infernix_engine::state::KvFormat;
 use infernix_model::{Ffn, LayerKind, ModelConfig};
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -17,21 +19,46 @@ use std::fs::File;
 use std::io::BufReader;
 use std::sync::Arc;
 
+/// Tokens of all made-up prompts together: 8 GiB of them.
+const MOST_TOKENS: usize = 1 << 31;
+/// Made-up prompts begin with heads of 12,000 tokens, whatever the context.
+const LEAST_PROMPT: usize = 20_000;
+
 pub(crate) fn run(args: &PlanArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
-    for (flag, value) in
-        [("link", args.link), ("bandwidth", args.bandwidth), ("prefill-rate", args.prefill_rate)]
-    {
-        if !value.is_finite() || value <= 0.0 {
-            return Err(usage(format!("--{flag} must be above 0")));
+    for (flag, value, unit, range) in [
+        ("link", args.link, 1e9, RATES),
+        ("bandwidth", args.bandwidth, 1e9, RATES),
+        ("handoff", args.handoff, 1e-6, HANDOFF),
+        ("prefill-rate", args.prefill_rate, 1.0, PREFILL),
+    ] {
+        if !range.contains(&(value * unit)) {
+            let (low, high) = (range.start() / unit, range.end() / unit);
+            return Err(usage(format!("--{flag} must lie in {low}..={high}")));
         }
+    }
+    if args.kv_capacity > MOST_KV {
+        return Err(usage(format!("--kv-capacity must lie in 0..={MOST_KV}")));
+    }
+    let snapshots = mib("--prefix-cache-device-mib", args.prefix_cache_device_mib)?;
+    let vram = args.vram_mib.iter().map(|n| mib("--vram-mib", *n)).collect::<anyhow::Result<Vec<_>>>()?;
+    let ram = args.ram_mib.iter().map(|n| mib("--ram-mib", *n)).collect::<anyhow::Result<Vec<_>>>()?;
+    let made = args.sessions.saturating_mul(args.turns).saturating_mul(args.context.max(LEAST_PROMPT));
+    if args.trace.is_none() && made > MOST_TOKENS {
+        return Err(usage(format!(
+            "--sessions, --turns and --context make {made} tokens: at most {MOST_TOKENS} are possible"
+        )));
     }
     let open = OpenModel::new(&args.model, progress)?;
     let source = ArtifactSource::new(Arc::clone(&open.artifact))?;
     let model = sizes(open.artifact.directory(), source.config(), open.kv);
     let trace = match &args.trace {
         Some(path) => {
-            let file = File::open(path).with_context(|| format!("{} cannot be opened", path.display()))?;
-            Trace::read(BufReader::new(file)).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))?
+            let shown = path.display();
+            let file = File::open(path).with_context(|| format!("{shown} cannot be opened"))?;
+            let mut trace = Trace::read(BufReader::new(file)).map_err(|e| anyhow::anyhow!("{shown}: {e}"))?;
+            check(&mut trace, &open.artifact.artifact_id().to_string(), source.config())
+                .map_err(|e| e.context(format!("{shown} is no trace of this model")))?;
+            trace
         }
         None => Trace::synthetic(&Synthetic {
             seed: args.seed,
@@ -51,17 +78,16 @@ pub(crate) fn run(args: &PlanArgs, progress: ProgressMode) -> anyhow::Result<Out
         hbm: args.bandwidth * 1e9,
         handoff: args.handoff * 1e-6,
         prefill: args.prefill_rate,
-        prefill_chunk: args.prefill_chunk.max(1),
+        prefill_chunk: args.prefill_chunk as usize,
         lanes: args.max_concurrency as usize,
         kv_tokens: args.kv_capacity,
-        snapshots: args.prefix_cache_device_mib.saturating_mul(1 << 20),
+        snapshots,
     };
     let mut plans = Vec::new();
-    for vram in &args.vram_mib {
-        for ram in &args.ram_mib {
-            let (own, host) = (vram.saturating_mul(1 << 20), ram.saturating_mul(1 << 20));
-            let machine = Machine { vram: own, ram: host, ..machine };
-            plans.push((*vram, *ram, plan(&model, &machine, &trace)?));
+    for vram in vram {
+        for ram in &ram {
+            let machine = Machine { vram, ram: *ram, ..machine };
+            plans.push((vram >> 20, ram >> 20, plan(&model, &machine, &trace)?));
         }
     }
     let mut budgets = Vec::new();
@@ -176,6 +202,41 @@ pub(crate) fn run(args: &PlanArgs, progress: ProgressMode) -> anyhow::Result<Out
     Ok(Outcome::Done)
 }
 
+/// What a trace says of its model must hold for this one. Traffic of another model with as many tokens is as good as its own,
+/// its routing is not.
+fn check(trace: &mut Trace, id: &str, config: &ModelConfig) -> anyhow::Result<()> {
+    let vocab = config.vocab;
+    if trace.vocab != 0 && trace.vocab != vocab {
+        bail!("it was recorded with a vocabulary of {} tokens, the model has {vocab}", trace.vocab);
+    }
+    for (n, r) in trace.requests.iter().enumerate() {
+        if let Some(token) = r.prompt.iter().chain(&r.output).find(|id| u64::from(**id) >= vocab) {
+            bail!("token {token} of request {} is beyond the vocabulary of {vocab}", n + 1);
+        }
+    }
+    let (layers, experts) = match &config.ffn {
+        Ffn::Moe(m) => (config.layers.len(), m.experts),
+        Ffn::Dense { .. } => (0, 0),
+    };
+    let known = |e: &u32| u64::from(*e) < experts;
+    let routing = &trace.routing;
+    // A call that failed leaves its layers to the next one.
+    let long = routing.is_empty() || routing.iter().any(|r| r.len() == layers);
+    let fits = long && routing.iter().flatten().flatten().flatten().all(known);
+    let own = trace.model == id;
+    if own && !fits {
+        bail!("its routing names experts that the model does not have");
+    }
+    if !own && !trace.model.is_empty() || !fits {
+        output::warn(&format!(
+            "the trace was recorded with another model{}: its requests are used, its routing is not",
+            if trace.model.is_empty() { String::new() } else { format!(" ({})", trace.model) }
+        ));
+        trace.routing.clear();
+    }
+    Ok(())
+}
+
 fn percent(part: u64, whole: u64) -> String {
     format!("{:.1}", 100.0 * part as f64 / whole.max(1) as f64)
 }
@@ -230,24 +291,18 @@ fn sizes(directory: &Directory, config: &ModelConfig, kv: KvFormat) -> ModelSize
         Ffn::Moe(m) if banks > 0 => (config.layers.len(), m.experts as usize, m.top_k as usize),
         _ => (0, 0, 0),
     };
-    let attention = config.layers.iter().filter(|k| **k == LayerKind::Attention).count() as u64;
-    let a = &config.attention;
-    // Codes, and for int8 an FP16 scale for each 64 of them.
-    let row = match kv {
-        KvFormat::Int8 => a.head_dim + a.head_dim / 32,
-        KvFormat::F32 => 4 * a.head_dim,
-        KvFormat::Bf16 => 2 * a.head_dim,
-    };
     let g = &config.gdn;
     let channels = 2 * g.key_heads * g.key_dim + g.value_heads * g.value_dim;
-    let gdn = config.layers.len() as u64 - attention;
+    let gdn = config.layers.iter().filter(|k| **k == LayerKind::Gdn).count() as u64;
+    let drafter = directory.components.contains_key("mtp");
     ModelSizes {
         dense,
         resident,
         layers: config.layers.len(),
         experts,
         expert: bank / ((experts.0 * experts.1) as u64).max(1),
-        page: attention * 2 * a.kv_heads * row * PAGE_TOKENS as u64,
+        // The drafter runs unless a server is told otherwise.
+        page: page_bytes(config, drafter, kv),
         state: gdn * 4 * (g.value_heads * g.key_dim * g.value_dim + channels * (g.conv_kernel - 1)),
     }
 }

@@ -1,15 +1,17 @@
 //! `infernix serve`: the model over HTTP.
 
-use super::engine::{engine_options, start_engine};
+use super::engine::{check_cache_file, drafter_runs, engine_options, start_engine};
 use super::model::OpenModel;
 use crate::args::{LoopGuard, ProgressMode, ServeArgs};
 use crate::output::{self, Table, usage};
 use crate::signals::Signals;
 use crate::{INTERRUPTED, Outcome, SERVING};
 use anyhow::Context as _;
+use infernix_engine::model::page_bytes;
 use infernix_engine::sched::{EngineApi, EngineOptions};
-use infernix_engine::state::{Bf16Codec, Int8Codec, KvCodec as _, KvFormat};
-use infernix_model::{Architecture, LayerKind, ModelConfig};
+use infernix_engine::sim::MOST_KV;
+use infernix_engine::state::PAGE_TOKENS;
+use infernix_model::{Architecture, ModelConfig};
 use infernix_serve::{ApiKey, App, BUDGET_MESSAGE, LogOptions, ModelInfo, ReasoningLoop, ServeOptions};
 use infernix_text::{ChatFormat, EFFORTS, Family, Sampling};
 use serde_json::Value;
@@ -87,6 +89,9 @@ fn serve(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     if capacity < context {
         return Err(usage(format!("--kv-capacity must be at least --max-context, {context}")));
     }
+    if capacity > MOST_KV {
+        return Err(usage(format!("--kv-capacity {capacity}: at most {MOST_KV} tokens are possible")));
+    }
     if let Some(log) = &args.log.request_log_jsonl
         && model_args.model.as_ref().is_some_and(|model| model == log)
     {
@@ -94,7 +99,9 @@ fn serve(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     }
     let engine_options = engine_options(&args.sched, &args.spec, &open, context)?;
     let info = model_info(args, &open, &config);
-    output::note(&ledger(&open, &config, capacity, &engine_options, &options).to_string());
+    let page = page_bytes(&config, drafter_runs(&args.spec, &open), open.kv);
+    let kv = (capacity.div_ceil(PAGE_TOKENS) + lanes) as u64 * page;
+    output::note(&ledger(&open, kv, &engine_options, &options).to_string());
     for warning in format.tokenizer().warnings() {
         output::warn(warning);
     }
@@ -164,6 +171,7 @@ fn files(args: &ServeArgs) -> anyhow::Result<()> {
             return Err(usage(format!("{flag} {}: not a file in a folder that is there", file.display())));
         }
     }
+    check_cache_file(cache.as_deref())?;
     if args.sched.no_prefix_cache && cache.is_some() {
         return Err(usage("--prefix-cache-file keeps what --no-prefix-cache forbids"));
     }
@@ -350,7 +358,7 @@ fn serve_options(
         keep_alive: ms(h.keep_alive_ms),
         drain_timeout: ms(h.drain_timeout_ms),
         response_store_records: h.response_store_max_records,
-        response_store_bytes: h.response_store_mib.saturating_mul(1 << 20),
+        response_store_bytes: output::mib("--response-store-mib", h.response_store_mib as u64)? as usize,
         usage_chunk_choice: h.usage_chunk_choice,
         default_max_tokens: n.default_max_tokens,
         sampling,
@@ -434,25 +442,12 @@ fn file_id(name: &str) -> String {
 }
 
 /// RAM that the server will use at most, each term with the flag that changes it.
-fn ledger(
-    open: &OpenModel,
-    config: &ModelConfig,
-    capacity: usize,
-    engine: &EngineOptions,
-    options: &ServeOptions,
-) -> Table {
-    let head = config.attention.head_dim as usize;
-    let row = match open.kv {
-        KvFormat::Int8 => Int8Codec.row_bytes(head),
-        _ => Bf16Codec.row_bytes(head),
-    };
-    let attention = config.layers.iter().filter(|l| **l == LayerKind::Attention).count();
-    let kv = capacity as u64 * attention as u64 * config.attention.kv_heads * 2 * row as u64;
+fn ledger(open: &OpenModel, kv: u64, engine: &EngineOptions, options: &ServeOptions) -> Table {
     let weights: u64 = open.artifact.directory().objects.iter().map(|o| o.bytes).sum();
     let cached = |bytes: u64| if engine.cache.enabled { bytes } else { 0 };
     let terms = [
         ("weights, mapped from the artifact", weights, "another recipe"),
-        ("keys and values", kv, "--max-context, --max-concurrency, --kv-capacity, --kv-dtype"),
+        ("keys and values", kv, "--max-context, --max-concurrency, --kv-capacity, --kv-dtype, --spec"),
         ("cached state snapshots, at most", cached(engine.cache.device_bytes), "--prefix-cache-device-mib"),
         ("cached prefixes, at most", cached(engine.cache.host_bytes), "--prefix-cache-mib"),
         ("stored responses, at most", options.response_store_bytes as u64, "--response-store-mib"),
