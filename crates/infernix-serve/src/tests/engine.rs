@@ -578,7 +578,7 @@ fn a_miss_names_the_clients_habit_and_never_calls_a_known_prompt_new() {
         (answer.header("x-infernix-cache").expect("a header").to_owned(), habit)
     };
     for (stamp, name, words) in [
-        ("Now: 2026-11-30T20:31:0N.", "clock", "clock or date"),
+        ("It is 2026-11-30T20:31:0N.", "clock", "clock or date"),
         ("Today is N December 2026.", "clock", "clock or date"),
         ("ts 179607000N.", "clock", "clock or date"),
         ("x-anthropic-billing-header: cc_version=2.1.N; cch=aaN;", "billing_header", "accounting header"),
