@@ -24,7 +24,9 @@ pub(crate) use measure::{Boundaries, KldArgs, KldPath, KldSpec, LogitsArgs, PplA
 /// Convert, verify, measure and serve Qwen hybrid models on one GPU or a CPU.
 #[derive(Debug, Parser)]
 #[command(name = "infernix", version, max_term_width = 100, propagate_version = true)]
-#[command(after_help = "Exit codes: 0 done, 1 failed or mismatch found, 2 wrong usage, 130 interrupted, 143 terminated.")]
+#[command(
+    after_help = "Exit codes: 0 done, 1 failed or mismatch found, 2 wrong usage, 130 interrupted, 143 terminated."
+)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,

@@ -257,10 +257,10 @@ fn checkpoint(args: &InspectArgs) -> anyhow::Result<(Value, String)> {
     let mut text = String::new();
     writeln!(
         text,
-        "{}: {} tensors in {} files, {}{}\n",
+        "{}: {} in {}, {}{}\n",
         args.path.display(),
-        grouped(checkpoint.tensors().len() as u64),
-        checkpoint.shards().len(),
+        output::counted(checkpoint.tensors().len() as u64, "tensor"),
+        output::counted(checkpoint.shards().len() as u64, "file"),
         output::bytes(bytes),
         if checkpoint.data_present() { "" } else { " (headers only)" },
     )?;

@@ -316,7 +316,8 @@ pub fn checkpoint_classes(checkpoint: &Checkpoint) -> Result<CheckpointClasses, 
 fn in_words(described: &Described) -> String {
     let layers = |n: u64| format!("{n} layer{}", if n == 1 { "" } else { "s" });
     let of = |m: &ModelConfig| {
-        let (name, layers) = (m.architecture.model_type(), layers(m.layers.len() as u64));
+        let name = m.architecture.model_type().trim_end_matches("_text");
+        let layers = layers(m.layers.len() as u64);
         format!("{name} model: {layers}, width {}, vocabulary {}", m.hidden, m.vocab)
     };
     let drafter = |d: &DrafterConfig| {

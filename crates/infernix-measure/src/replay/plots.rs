@@ -94,7 +94,12 @@ fn nice(v: f64) -> f64 {
         return 1.0;
     }
     let power = 10f64.powf(v.log10().floor());
-    [1.0, 2.0, 5.0, 10.0].into_iter().map(|m| m * power).find(|x| *x >= v).unwrap_or(10.0 * power)
+    // Quarters of each are short numbers, too.
+    [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0]
+        .into_iter()
+        .map(|m| m * power)
+        .find(|x| *x >= v && x.is_finite())
+        .unwrap_or(v)
 }
 
 fn trim(v: f64) -> String {
