@@ -357,11 +357,12 @@ fn value(
     let resolved = resolved(member, defs);
     let refuse = |message: &str| GrammarError::new("unsupported_json_schema", message).at(pointer.to_owned());
     let nullable = nullable_text(&resolved).map(|text| self::resolved(&text, defs));
+    let union = resolved.get("anyOf").is_some() || resolved.get("oneOf").is_some();
     let (resolved, nullable) = match nullable {
-        Some(text) if text_like(&text) == Some(true) => (text, true),
+        Some(text) if text_like(&text, defs, 0) == Some(true) => (text, true),
         _ => (resolved, false),
     };
-    match text_like(&resolved) {
+    match text_like(&resolved, defs, 0) {
         Some(true) => {
             if resolved.get("format").is_some() {
                 return Err(refuse("format is not supported for a parameter that is text; use pattern"));
@@ -388,17 +389,24 @@ fn value(
                         .as_ref()
                         .is_none_or(|rx| Regex::new(&rx.pattern()).is_ok_and(|mut rx| rx.is_match(text)))
             };
+            let null = union || list.iter().any(|v| v.is_null());
             let mut texts: Vec<Rx> = list
                 .into_iter()
                 .filter_map(Value::as_str)
                 .filter(fits)
                 .map(|t| Rx::Literal(t.to_owned()))
                 .collect();
+            if nullable {
+                // The reader takes the word for null.
+                if texts.contains(&Rx::Literal("null".to_owned())) {
+                    return Err(refuse("the text null cannot be told from null beside it"));
+                }
+                if null {
+                    texts.push(Rx::Literal("null".to_owned()));
+                }
+            }
             if texts.is_empty() {
                 return Err(refuse("no text fits that can stand in a call"));
-            }
-            if nullable {
-                texts.push(Rx::Literal("null".to_owned()));
             }
             // With its closing tag one lexeme: a text may be the beginning of another.
             let whole = Rx::seq(vec![Rx::alt(texts), Rx::Literal(CLOSED.to_owned())]);
@@ -422,11 +430,20 @@ fn value(
 /// The text of a schema that admits null beside it, which the reader of a strict tool's output takes the word for.
 fn nullable_text(schema: &Value) -> Option<Value> {
     let map = schema.as_object()?;
-    if let Some(Value::Array(kinds)) = map.get("type") {
-        let both = kinds.len() == 2 && kinds.contains(&json!("string")) && kinds.contains(&json!("null"));
+    let both = match map.get("type") {
+        Some(Value::Array(kinds)) => {
+            kinds.len() == 2 && kinds.contains(&json!("string")) && kinds.contains(&json!("null"))
+        }
+        Some(_) => return None,
+        None => literals(schema).is_some_and(|l| l.iter().all(|v| v.is_string() || v.is_null())),
+    };
+    if both {
         let mut text = map.clone();
         text.insert("type".to_owned(), json!("string"));
-        return both.then_some(Value::Object(text));
+        return Some(Value::Object(text));
+    }
+    if map.contains_key("type") {
+        return None;
     }
     let list = map.get("anyOf").or_else(|| map.get("oneOf")).filter(|_| map.len() == 1)?.as_array()?;
     let null = list.iter().position(|s| s == &json!({"type": "null"}))?;
@@ -443,8 +460,9 @@ fn literals(schema: &Value) -> Option<Vec<&Value>> {
 }
 
 /// Whether values are text, as the parser of outputs will read them; `None` where it depends.
-fn text_like(schema: &Value) -> Option<bool> {
-    let map = schema.as_object()?;
+fn text_like(schema: &Value, defs: &Map<String, Value>, depth: usize) -> Option<bool> {
+    let schema = &resolved(schema, defs);
+    let map = schema.as_object().filter(|_| depth < 32)?;
     let kinds: Vec<&str> = match map.get("type") {
         Some(Value::String(kind)) => vec![kind],
         Some(Value::Array(kinds)) => kinds.iter().filter_map(Value::as_str).collect(),
@@ -455,7 +473,7 @@ fn text_like(schema: &Value) -> Option<bool> {
             }
             // The reader takes these for JSON, and a text among them would come out changed.
             let list = map.get("anyOf").or_else(|| map.get("oneOf")).and_then(Value::as_array)?;
-            let sides: Vec<Option<bool>> = list.iter().map(text_like).collect();
+            let sides: Vec<Option<bool>> = list.iter().map(|s| text_like(s, defs, depth + 1)).collect();
             return sides.iter().all(|s| *s == Some(false)).then_some(false);
         }
     };
@@ -466,10 +484,16 @@ fn text_like(schema: &Value) -> Option<bool> {
     }
 }
 
-/// The schema behind plain references.
+/// The schema behind plain references, and behind an intersection of one.
 fn resolved(schema: &Value, defs: &Map<String, Value>) -> Value {
     let mut current = schema;
     for _ in 0..32 {
+        let one =
+            current.as_object().filter(|map| map.len() == 1).and_then(|map| map.get("allOf")?.as_array());
+        if let Some([only]) = one.map(Vec::as_slice) {
+            current = only;
+            continue;
+        }
         let Some(name) = current.get("$ref").and_then(Value::as_str).and_then(|r| r.strip_prefix("#/$defs/"))
         else {
             break;
@@ -519,6 +543,42 @@ mod tests {
             );
         }
         assert!(rule(json!({"type": "object", "additionalProperties": false, "properties": {"a": {"type": "integer"}}})).is_ok());
+    }
+
+    #[test]
+    fn unions_that_refer_and_lists_with_null_are_held_where_they_can_be_told_apart() {
+        let of = |a: Value| {
+            rule(json!({"type": "object", "additionalProperties": false, "properties": {"a": a}, "$defs": {
+                "p": {"type": "object", "properties": {"n": {"type": "integer"}}}, "i": {"type": "integer"}, "s": {"type": "string"}}}))
+        };
+        let (object, integer, text) =
+            (json!({"$ref": "#/$defs/p"}), json!({"$ref": "#/$defs/i"}), json!({"$ref": "#/$defs/s"}));
+        for held in [
+            json!({"anyOf": [object, {"type": "null"}]}),
+            json!({"anyOf": [integer, {"type": "null"}]}),
+            json!({"anyOf": [object, integer]}),
+            json!({"allOf": [object]}),
+            json!({"anyOf": [text, {"type": "null"}]}),
+            json!({"enum": ["x", null]}),
+            json!({"type": ["string", "null"], "enum": ["x", null]}),
+            json!({"type": ["string", "null"], "const": "x"}),
+        ] {
+            assert!(of(held.clone()).is_ok(), "{held}: {:?}", of(held.clone()));
+        }
+        for refused in [
+            json!({"anyOf": [object, text]}),
+            json!({"type": ["string", "null"], "const": "null"}),
+            json!({"type": ["string", "null"], "enum": ["null", "x"]}),
+        ] {
+            assert_eq!(
+                of(refused.clone()).expect_err("refused").pointer.as_deref(),
+                Some("/properties/a"),
+                "{refused}"
+            );
+        }
+        // The list does not have null, so the word is no value.
+        let listed = of(json!({"type": ["string", "null"], "enum": ["x", "y"]})).expect("held");
+        assert!(!listed.contains("null"), "{listed}");
     }
 
     #[test]

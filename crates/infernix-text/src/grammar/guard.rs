@@ -91,7 +91,8 @@ impl Guard {
             Mode::Fraction(n) => match byte {
                 b'0'..=b'9' => {
                     self.mode = Mode::Fraction(n + 1);
-                    return n < FRACTION_DIGITS;
+                    // Beside an exclusive bound a number ends with another digit than 0, or it would have to go on.
+                    return n + 1 < FRACTION_DIGITS || n < FRACTION_DIGITS && byte != b'0';
                 }
                 b'e' | b'E' => self.mode = Mode::Exponent(0),
                 _ => self.between(byte),
@@ -170,7 +171,8 @@ mod tests {
         let fits = |text: &str| Guard::default().advance(text.as_bytes());
         assert!(fits("123456789012345678") && !fits("1234567890123456789"));
         assert!(fits("[-1.5e-99,2]") && !fits("[1e100"));
-        assert!(!fits(&format!("0.{}", "1".repeat(25))));
+        assert!(!fits(&format!("0.{}", "1".repeat(25))) && fits(&format!("0.{}", "1".repeat(24))));
+        assert!(!fits(&format!("0.{}", "0".repeat(24))) && fits(&format!("0.{}1", "0".repeat(23))));
         assert!(fits(r#"{"a":"12345678901234567890","12345678901234567890":1}"#));
         let mut guard = Guard::default();
         assert!(guard.advance(b"[12345678901") && guard.in_number());

@@ -19,6 +19,7 @@ mod guard;
 mod guide;
 mod lark;
 mod lexable;
+mod overlap;
 mod regex;
 mod rx;
 mod schema;

@@ -72,6 +72,48 @@ impl Rx {
         }
     }
 
+    /// All texts that match, where they are `most` or fewer; some may come twice.
+    pub(crate) fn texts(&self, most: usize) -> Option<Vec<String>> {
+        let join = |heads: Vec<String>, tails: &[String]| {
+            let fits = heads.len().saturating_mul(tails.len()) <= most;
+            fits.then(|| heads.iter().flat_map(|h| tails.iter().map(move |t| h.clone() + t)).collect())
+        };
+        match self {
+            Self::Literal(text) => Some(vec![text.clone()]),
+            Self::Class(ranges) => {
+                let all = ranges.iter().flat_map(|&(low, high)| low..=high);
+                let texts: Vec<String> = all.take(most + 1).map(String::from).collect();
+                (texts.len() <= most).then_some(texts)
+            }
+            Self::Seq(parts) => {
+                parts.iter().try_fold(vec![String::new()], |heads, part| join(heads, &part.texts(most)?))
+            }
+            Self::Alt(parts) => {
+                let mut texts = Vec::new();
+                for part in parts {
+                    texts.extend(part.texts(most)?);
+                }
+                (texts.len() <= most).then_some(texts)
+            }
+            Self::Repeat(inner, min, max) => {
+                let inner = inner.texts(most)?;
+                let (mut power, mut texts) = (vec![String::new()], Vec::new());
+                for n in 0..=(*max)? {
+                    if n >= *min {
+                        texts.extend(power.iter().cloned());
+                    }
+                    if texts.len() > most {
+                        return None;
+                    }
+                    if n < (*max)? {
+                        power = join(power, &inner)?;
+                    }
+                }
+                Some(texts)
+            }
+        }
+    }
+
     /// Whether no text matches.
     pub(crate) fn is_void(&self) -> bool {
         match self {
@@ -242,6 +284,19 @@ mod tests {
         assert_eq!(negate(&[]), [('\0', char::MAX)]);
         assert!(negate(&[('\0', char::MAX)]).is_empty());
         assert_eq!(negate(&[('\u{E000}', char::MAX)]), [('\0', '\u{D7FF}')]);
+    }
+
+    #[test]
+    fn few_texts_are_listed_and_many_are_not() {
+        let class = |low, high| Rx::Class(vec![(low, high)]);
+        let repeat = |rx, min, max| Rx::Repeat(Box::new(rx), min, max);
+        let rx = Rx::Seq(vec![Rx::Literal("x".into()), repeat(class('a', 'b'), 1, Some(2))]);
+        assert_eq!(rx.texts(6).expect("few"), ["xa", "xb", "xaa", "xab", "xba", "xbb"]);
+        assert_eq!(rx.texts(5), None);
+        assert_eq!(Rx::Alt(vec![Rx::empty(), class('0', '1')]).texts(3).expect("few"), ["", "0", "1"]);
+        for many in [Rx::anything(), class('\0', char::MAX), repeat(class('a', 'z'), 0, Some(1 << 20))] {
+            assert_eq!(many.texts(64), None);
+        }
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use serde_json::{Map, Value, json};
 
 use super::error::GrammarError;
+use super::overlap;
 use super::regex::{self, Scope};
 
 /// Deepest nesting of a schema.
@@ -30,7 +31,11 @@ const DECIMALS: usize = 22;
 /// intersection costs is not bounded by its fuel. A character of a pattern or of a least length is one, some 0.2 ms.
 const WORK: u64 = 32_768;
 /// Steps of a `multipleOf` that cost as much as one character.
-const STEPS_A_CHARACTER: u64 = 100;
+const STEPS_A_CHARACTER: u64 = 10;
+/// Most members of an object that may be missing: any of them may come next.
+const OPTIONAL: usize = 1024;
+/// Most names of a pattern that become members: an answer that has begun with a pattern's last name could only repeat one.
+const NAMES: usize = 64;
 
 /// Formats that the compiler knows.
 const FORMATS: [&str; 10] =
@@ -92,6 +97,7 @@ pub(crate) fn prepare(source: &Value) -> Result<Prepared, GrammarError> {
     }
     walk.check_work()?;
     let defs: Vec<Value> = walk.defs.iter().map(|d| d.2.clone()).collect();
+    overlap::check(&schema, &defs)?;
     let finite = Finite::of(&defs);
     if !finite.schema(&schema) {
         return Err(GrammarError::new("unsatisfiable_json_schema", "no finite value fits the schema").at(""));
@@ -314,6 +320,15 @@ impl<'s> Walk<'s> {
                 }
                 _ => {}
             }
+        }
+        list_names(&mut out, at)?;
+        let properties = out.get("properties").and_then(Value::as_object).map_or(0, Map::len);
+        let required = out.get("required").and_then(Value::as_array).map_or(0, Vec::len);
+        if properties.saturating_sub(required) > OPTIONAL {
+            return Err(unsupported(
+                format!("more than {OPTIONAL} members may be missing"),
+                under(at, "properties"),
+            ));
         }
         self.count_work(&out);
         if out.contains_key("multipleOf") {
@@ -599,7 +614,44 @@ impl Finite {
     }
 }
 
-fn def_index(reference: &str) -> Option<usize> {
+/// Makes members of the names of patterns that have few.
+fn list_names(map: &mut Map<String, Value>, at: &str) -> Result<(), GrammarError> {
+    let patterns = map.get("patternProperties").and_then(Value::as_object);
+    let few = |pattern: &String| regex::parse(pattern, Scope::Search).ok()?.texts(NAMES);
+    let listed: Vec<(String, Vec<String>)> =
+        patterns.into_iter().flat_map(Map::keys).filter_map(|p| Some((p.clone(), few(p)?))).collect();
+    let count = |key: &str| map.get(key).and_then(Value::as_u64);
+    if listed.is_empty() || count("maxProperties").is_some_and(|most| most <= 1) {
+        return Ok(());
+    }
+    if let Some(key) = ["minProperties", "maxProperties"].into_iter().find(|key| map.contains_key(*key)) {
+        return Err(unsupported("counts are not supported beside a pattern of few names", under(at, key)));
+    }
+    for (pattern, names) in listed {
+        let schemas = map.get_mut("patternProperties").and_then(Value::as_object_mut);
+        let Some(schema) = schemas.and_then(|p| p.shift_remove(&pattern)) else { continue };
+        let members = map.entry("properties").or_insert_with(|| json!({}));
+        let Some(members) = members.as_object_mut() else { continue };
+        let mut new: Vec<String> = Vec::new();
+        for name in names {
+            match members.get_mut(&name) {
+                None => {
+                    members.insert(name.clone(), schema.clone());
+                    new.push(name);
+                }
+                // One that the pattern lists twice is complete.
+                Some(_) if new.contains(&name) => {}
+                Some(own) => *own = json!({"allOf": [own.take(), schema]}),
+            }
+        }
+    }
+    if map.get("patternProperties").and_then(Value::as_object).is_some_and(Map::is_empty) {
+        map.shift_remove("patternProperties");
+    }
+    Ok(())
+}
+
+pub(super) fn def_index(reference: &str) -> Option<usize> {
     reference.strip_prefix("#/$defs/d")?.parse().ok()
 }
 
@@ -664,6 +716,32 @@ mod tests {
             "unsupported_json_schema"
         );
         assert!(prepare(&json!({"pattern": "^[a-z]+$", "minLength": 3, "maxLength": 5000})).is_ok());
+    }
+
+    #[test]
+    fn patterns_of_few_names_become_members() {
+        let of = |pattern: &str, more: Value| {
+            let mut schema = json!({"type": "object", "patternProperties": {pattern: {"type": "boolean"}}});
+            schema.as_object_mut().expect("an object").extend(more.as_object().cloned().unwrap_or_default());
+            schema
+        };
+        let got = prepare(&of("^(foo|bar|foo)$", json!({"properties": {"bar": {"const": true}}})))
+            .expect("reads")
+            .schema;
+        assert_eq!(got["properties"]["foo"], json!({"type": "boolean"}));
+        assert_eq!(got["properties"]["bar"], json!({"allOf": [{"const": true}, {"type": "boolean"}]}));
+        assert!(got.get("patternProperties").is_none());
+        let many = prepare(&of("^x_[a-z]{1,3}$", json!({}))).expect("reads").schema;
+        assert!(many.get("properties").is_none() && many.get("patternProperties").is_some());
+        assert_eq!(refused(of("^[a-c]$", json!({"minProperties": 2}))).0, "/minProperties");
+        assert!(prepare(&of("^[a-c]$", json!({"maxProperties": 1}))).is_ok());
+    }
+
+    #[test]
+    fn objects_of_more_optional_members_than_the_parser_follows_are_refused() {
+        let of = |n: usize| json!({"type": "object", "properties": (0..n).map(|i| (i.to_string(), json!(true))).collect::<Map<_, _>>()});
+        assert!(prepare(&of(1024)).is_ok());
+        assert_eq!(refused(of(1025)).0, "/properties");
     }
 
     #[test]

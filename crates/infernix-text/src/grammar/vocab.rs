@@ -19,6 +19,8 @@ pub(super) const CALL_OPEN: usize = 1;
 /// Lexer fuel of one mask, about 70 ns each on a desktop core. The dearest masks that are let in are those of multiples of
 /// 20,000: 0.4 million, once each.
 const STEP_FUEL: u64 = 600_000;
+/// What may come next at most: an object of as many optional members as a schema may have takes half of it.
+const ROW: usize = 8192;
 
 /// How much of each watched text the output ends with.
 pub(super) type Tails = [u8; WATCHED.len()];
@@ -88,8 +90,12 @@ impl Vocabulary {
         )
         .map_err(|e| fail(&e))?;
         factory.quiet();
-        *factory.limits_mut() =
-            ParserLimits { verbose_errors: false, step_lexer_fuel: STEP_FUEL, ..ParserLimits::default() };
+        *factory.limits_mut() = ParserLimits {
+            verbose_errors: false,
+            step_lexer_fuel: STEP_FUEL,
+            max_items_in_row: ROW,
+            ..ParserLimits::default()
+        };
         let plain = |id: &u32| tokenizer.kind(*id) != Some(TokenKind::Special);
         Ok(Self {
             watches: WATCHED

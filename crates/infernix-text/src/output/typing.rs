@@ -199,6 +199,9 @@ fn admits_null(schema: &Value) -> bool {
     match schema.get("type") {
         Some(Value::Array(kinds)) => kinds.contains(&null),
         Some(kind) => *kind == null,
+        None if schema.get("enum").and_then(Value::as_array).is_some_and(|l| l.contains(&Value::Null)) => {
+            true
+        }
         None => ["anyOf", "oneOf"]
             .iter()
             .filter_map(|key| schema.get(*key)?.as_array())
