@@ -595,9 +595,15 @@ fn a_miss_names_the_clients_habit_and_never_calls_a_known_prompt_new() {
     let (header, habit) = ask(&format!("Write about cats. {rules}"), "go");
     assert!(!header.contains("habit=") && habit.is_none(), "{header}");
     // Reasoning is left out of answers only: here the questions differ.
-    ask(&rules, "count 0");
-    let (header, habit) = ask(&rules, "What is Rust?");
-    assert!(header.contains("reason=diverged") && habit.is_none(), "{header}");
+    let alone = |user: &str| {
+        let body =
+            json!({"messages": [{"role": "user", "content": user}], "max_tokens": 100, "ignore_eos": true});
+        let answer = server.post("/v1/chat/completions", &body);
+        answer.header("x-infernix-cache").expect("a header").to_owned()
+    };
+    alone("count 0");
+    let header = alone(&format!("What is Rust? {rules}"));
+    assert!(header.contains("reason=diverged") && !header.contains("habit="), "{header}");
     // Shorter than a block, so nothing of it can be kept.
     let short = || {
         let body =
