@@ -449,10 +449,16 @@ pub(crate) struct SchedArgs {
     pub(crate) record_trace: Option<PathBuf>,
 }
 
+/// A seed has 64 bits, signed or not, as in requests.
+fn seed(text: &str) -> Result<u64, String> {
+    let signed = || text.parse().map(i64::cast_unsigned);
+    text.parse().or_else(|_| signed()).map_err(|_| "must be an integer of 64 bits".to_owned())
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct SamplingArgs {
     /// Seed of the sampler [default: a fresh one, printed]
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true, value_parser = seed)]
     pub(crate) seed: Option<u64>,
     /// Always take the most likely token
     #[arg(long, conflicts_with = "temperature")]

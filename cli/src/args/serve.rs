@@ -16,7 +16,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, hide = true, value_name = "PATH")]
     pub(crate) config_model: Option<PathBuf>,
     /// Public name of the model [default: the artifact's name]
-    #[arg(long, value_name = "ID")]
+    #[arg(long, value_name = "ID", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub(crate) model_id: Option<String>,
     /// Tokens that prompt and answer of a request may have together [default: the model's own limit, at most 32768]
     #[arg(long, value_name = "N")]

@@ -459,7 +459,7 @@ pub(crate) fn logprob(tokenizer: &Tokenizer, token: &Sampled) -> TokenLogprob {
 }
 
 /// A failure of the engine for the wire.
-fn failure(error: &RequestError) -> ApiError {
+pub(crate) fn failure(error: &RequestError) -> ApiError {
     match error {
         RequestError::QueueTimeout(_) => ApiError::queue_timeout(),
         RequestError::OutOfMemory(_) => ApiError::new(503, "out_of_memory", error.to_string()),

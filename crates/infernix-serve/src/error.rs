@@ -76,7 +76,7 @@ impl ApiError {
 
     pub(crate) fn queue_timeout() -> Self {
         let message = "the request waited longer than --pending-timeout-ms for a free lane";
-        Self { retry_after: Some(5), ..Self::new(503, "request_queue_timeout", message) }
+        Self { retry_after: Some(5), ..Self::new(503, QUEUE_TIMEOUT, message) }
     }
 
     pub(crate) fn unavailable(message: impl Into<String>) -> Self {
@@ -95,7 +95,7 @@ impl ApiError {
     pub(crate) fn status(&self, wire: Wire) -> u16 {
         match (wire, self.code) {
             (Wire::Anthropic, "server_overloaded") => 529,
-            (Wire::Anthropic, "request_queue_timeout") => 504,
+            (Wire::Anthropic, QUEUE_TIMEOUT) => 504,
             _ => self.status,
         }
     }
@@ -210,6 +210,8 @@ const MAX_MESSAGE: usize = 4096;
 
 /// The code that tells Anthropic's clients to go on with whole histories.
 pub(crate) const THREADS_UNSUPPORTED: &str = "thread_unsupported_request";
+/// The code of a request for which no lane became free in time.
+pub(crate) const QUEUE_TIMEOUT: &str = "request_queue_timeout";
 
 /// A text cut to at most this many bytes, and so marked.
 fn shortened(mut text: String, most: usize) -> String {

@@ -11,12 +11,15 @@ mod read;
 mod schedule;
 
 use crate::app::App;
-use crate::error::ApiError;
+use crate::decode::failure;
+use crate::error::{ApiError, QUEUE_TIMEOUT};
 use crate::generate::refusal;
 use crate::ids;
 use crate::piece::TokenUsage;
 use infernix_engine::sample::SamplerOptions;
-use infernix_engine::sched::{CacheHints, Constraint, EngineApi, Event, Finish, Request, RequestId, Sampled};
+use infernix_engine::sched::{
+    CacheHints, Constraint, EngineApi, Event, Finish, Request, RequestError, RequestId, Sampled,
+};
 use infernix_text::ChatFormat;
 use question::{Decide, Kind, Question, State};
 use schedule::{Form, Schedule, Symbols};
@@ -123,11 +126,20 @@ async fn answer(
             joins |= run.is_ok();
             running.push((at, question, run, task.read));
         }
+        let mut late = None;
         for (at, question, run, read) in running {
-            outcomes[at] = Some(match run {
+            let outcome = match run {
                 Ok(run) => run.finish(format, &question, &read, usage).await,
                 Err(error) => Err(error),
-            });
+            };
+            late = late.or(outcome.as_ref().err().filter(|e| e.code == QUEUE_TIMEOUT).cloned());
+            outcomes[at] = Some(outcome);
+        }
+        if let Some(error) = late {
+            // The others have waited as long.
+            for (at, ..) in waiting.by_ref() {
+                outcomes[at] = Some(Err(error.clone()));
+            }
         }
         wave = lanes;
     }
@@ -285,9 +297,14 @@ impl Run {
                 }
                 Some(Event::Failed(error)) => {
                     self.ended = true;
-                    return Err(ApiError {
-                        status: 500,
-                        ..question.error("engine_error", error.to_string())
+                    return Err(match error {
+                        RequestError::Engine(_) | RequestError::Constraint(_) => {
+                            ApiError { status: 500, ..question.error("engine_error", error.to_string()) }
+                        }
+                        // Of the server's state, whatever the question is.
+                        RequestError::QueueTimeout(_)
+                        | RequestError::OutOfMemory(_)
+                        | RequestError::Stopped(_) => failure(&error),
                     });
                 }
                 Some(_) => {}

@@ -354,6 +354,11 @@ fn a_full_queue_and_a_queue_timeout_are_statuses_also_for_streams() {
     assert_eq!(server.post("/v1/responses", &body).status, 503);
     let body = json!({"model": "m", "max_tokens": 1, "messages": user("x"), "stream": true});
     assert_eq!(server.post("/v1/messages", &body).status, 504);
+    let question = json!({"type": "noul", "instructions": "Is it?"});
+    let body = json!({"state": "x", "questions": {"a": question, "b": question}});
+    let answer = server.post("/v1/decide", &body);
+    assert_eq!((answer.status, answer.code().as_str()), (503, "request_queue_timeout"), "{}", answer.body);
+    assert!(answer.header("retry-after").is_some());
 }
 
 #[test]
