@@ -6,6 +6,7 @@ mod config;
 mod output;
 mod progress;
 mod signals;
+mod target;
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};

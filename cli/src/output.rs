@@ -1,6 +1,6 @@
 //! Where text goes: results to stdout, everything else to stderr; and the few shapes that results have.
 
-use anyhow::Context as _;
+use crate::target::Target;
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
 
@@ -53,34 +53,12 @@ pub(crate) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
     Ok(print(&format!("{}\n", serde_json::to_string_pretty(value)?))?)
 }
 
-/// Writes a report to a file, replacing an older one only when the new one is whole.
+/// Writes a report to a file, replacing an older one only when the new one is whole, or into a stream.
 pub(crate) fn write_report(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
-    replace(path, |mut file| Ok(file.write_all(text.as_bytes())?))
-        .with_context(|| format!("{} cannot be written", path.display()))?;
+    use anyhow::Context as _;
+    crate::target::write(path, text).with_context(|| format!("{} cannot be written", path.display()))?;
     note(&format!("wrote {}", path.display()));
     Ok(())
-}
-
-/// Has `write` write a new version of a file, which takes the file's place when it is whole: behind a link, that of the file the
-/// link names. What is no regular file (a terminal, a pipe, a device) is written to as it is.
-pub(crate) fn replace(
-    path: &std::path::Path,
-    write: impl FnOnce(std::fs::File) -> anyhow::Result<()>,
-) -> anyhow::Result<()> {
-    use std::fs::File;
-    if path.metadata().is_ok_and(|m| !m.is_file() && !m.is_dir()) {
-        return write(File::options().write(true).open(path)?);
-    }
-    let place = infernix_engine::files::place(path)?;
-    let mut partial = place.as_os_str().to_owned();
-    partial.push(".partial");
-    let file = File::create(&partial)?;
-    let written = write(file).and_then(|()| Ok(std::fs::rename(&partial, &place)?));
-    if written.is_err() {
-        // Half a file, perhaps on a full disk, helps nobody.
-        let _ = std::fs::remove_file(&partial);
-    }
-    written
 }
 
 /// Bytes of a number of MiB that a flag gives: up to 16 PiB, far more than any machine has, so that sums of a few stay in 64
@@ -103,8 +81,9 @@ pub(crate) fn check_places(files: &[&std::path::Path]) -> anyhow::Result<()> {
         if path.is_dir() {
             return Err(usage(format!("{} is a folder", path.display())));
         }
-        let place = |p: &std::path::Path| std::path::absolute(p).unwrap_or_else(|_| p.to_owned());
-        if files[..i].iter().any(|other| place(other) == place(path)) {
+        // A stream may be written to twice.
+        let file = |p: &std::path::Path| Target::of(p).ok().filter(|t| matches!(t, Target::File(_)));
+        if file(path).is_some() && files[..i].iter().any(|other| file(other) == file(path)) {
             return Err(usage(format!("two outputs are named {}", path.display())));
         }
     }

@@ -5,18 +5,20 @@ use super::model::{BackendKind, OpenModel, refuse_idle};
 use crate::Outcome;
 use crate::args::{Boundaries, Given, LogitsArgs, ProgressMode};
 use crate::output::{self, usage};
+use crate::target::{Output, Target};
 use anyhow::{Context as _, bail};
 use infernix_engine::backend::Backend;
 use infernix_engine::driver::{Driver, LayerRecord, Want};
 use infernix_model::{Ffn, LayerKind, ModelConfig};
 use serde_json::json;
-use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::ops::Range;
 
 pub(crate) fn run(args: &LogitsArgs, given: &Given, progress: ProgressMode) -> anyhow::Result<Outcome> {
     output::check_places(&[&args.output])?;
-    if args.output.exists() {
+    if let Ok(Target::File(file)) = Target::of(&args.output)
+        && file.symlink_metadata().is_ok()
+    {
         bail!("{} exists; nothing is overwritten", args.output.display());
     }
     if args.output.as_os_str() == "-" {
@@ -201,10 +203,10 @@ impl Task for LogitsTask<'_> {
         let count = if self.args.layers { config.layers.len() } else { 0 };
         let mut layers: Vec<_> = (0..count).map(|i| LayerTensors::new(config, i, rows)).collect();
         let path = &self.args.output;
-        let write = |file: File| self.write(driver, file, &logits, &[positions, input_ids], &mut layers);
-        output::replace(path, write).with_context(|| {
-            format!("{} cannot be written, or is incomplete and was removed", path.display())
-        })?;
+        // Under another name until it is whole, so that a killed run leaves nothing that looks like a result.
+        let file = Output::create(path).with_context(|| format!("{} cannot be created", path.display()))?;
+        let written = self.write(driver, file, &logits, &[positions, input_ids], &mut layers);
+        written.with_context(|| format!("{} is incomplete and was removed", path.display()))?;
         output::note(&format!("wrote {rows} rows of {vocab} to {}", path.display()));
         Ok(Outcome::Done)
     }
@@ -215,7 +217,7 @@ impl LogitsTask<'_> {
     fn write<B: Backend>(
         &self,
         driver: &mut Driver<B>,
-        file: File,
+        file: Output,
         logits: &Tensor,
         small: &[Tensor],
         layers: &mut [LayerTensors],
@@ -231,7 +233,7 @@ impl LogitsTask<'_> {
         for tensor in small.iter().chain(layers.iter().flat_map(LayerTensors::tensors)) {
             out.write_all(&tensor.data)?;
         }
-        out.into_inner()?.sync_all()?;
+        out.into_inner().map_err(std::io::IntoInnerError::into_error)?.finish()?;
         Ok(())
     }
 

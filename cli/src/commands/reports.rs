@@ -1,6 +1,7 @@
 //! Reports as files, as `-o` names them: checked before anything is measured, written when it is.
 
 use crate::output::{self, usage};
+use crate::target::Target;
 use std::path::{Path, PathBuf};
 
 /// What a report file is written as.
@@ -50,7 +51,13 @@ pub(crate) fn check(reports: &[PathBuf], forms: &[Form], other: &[&Path]) -> any
 
 /// Refuses to write a report over anything else than a report.
 pub(crate) fn spare(path: &Path) -> anyhow::Result<()> {
-    if path.symlink_metadata().is_err() || is_report(path) {
+    // A stream is nothing that could be lost; whether it can be written shows when it is.
+    let fine = match Target::of(path) {
+        Ok(Target::Stream(_)) => true,
+        Ok(Target::File(file)) => file.symlink_metadata().is_err() || is_report(path),
+        Err(_) => false,
+    };
+    if fine {
         return Ok(());
     }
     Err(usage(format!("{} exists and is no report; nothing else is overwritten", path.display())))
