@@ -38,6 +38,7 @@ fn main() -> ExitCode {
     signals::watch();
     match commands::run(cli, &given) {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
+        Ok(Outcome::Mismatch) if INTERRUPTED.load(Ordering::SeqCst) => ExitCode::from(signals::exit_code()),
         Ok(Outcome::Mismatch) => ExitCode::from(1),
         // A reader that closes early, like `head`, is no failure of ours.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,

@@ -3,7 +3,7 @@
 use crate::args::{BenchContextArgs, BenchServeArgs, DatasetKind, ProgressMode, Ramp, Route, ServerArgs};
 use crate::output::{self, usage};
 use crate::{INTERRUPTED, Outcome};
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use infernix_measure::bench::machine::{Machine, now, utc};
 use infernix_measure::client::{Endpoint, Exchange};
 use infernix_measure::load::context::{self, Length};
@@ -25,7 +25,8 @@ pub(crate) fn api_key(file: Option<&Path>) -> anyhow::Result<Option<String>> {
 }
 
 fn connect(args: &ServerArgs) -> anyhow::Result<Endpoint> {
-    Ok(Endpoint::connect(&args.url, api_key(args.api_key_file.as_deref())?, args.model_name.clone())?)
+    let key = api_key(args.api_key_file.as_deref())?;
+    Ok(Endpoint::connect_within(&args.url, key, args.model_name.clone(), Duration::from_secs(args.timeout))?)
 }
 
 pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
@@ -36,7 +37,7 @@ pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Re
     let endpoint = connect(&args.server)?;
     let none = Calibration { overhead: 0.0, per_word: 1.0 };
     let calibration = if dataset.needs_calibration() {
-        Calibration::measure(&endpoint, &load.path, args.seed)?
+        Calibration::measure(&endpoint, &load.path, args.seed, load.timeout, &INTERRUPTED)?
     } else {
         none
     };
@@ -56,6 +57,10 @@ pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Re
         }
     };
     let exchanges = load::run(&endpoint, &load, &items, &INTERRUPTED, &heard)?;
+    let interrupted = exchanges.len() < total;
+    if exchanges.is_empty() && interrupted {
+        bail!("interrupted before a request was done");
+    }
     let summary = Summary::of(&exchanges, &goals, &args.metric_percentiles);
     let mut doc = json!({
         "schema_version": 1,
@@ -69,7 +74,8 @@ pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Re
         "endpoint": load.path,
         "model_id": endpoint.shown_model(),
         "dataset": described(args),
-        "num_prompts": items.len(),
+        "num_prompts": total,
+        "interrupted": interrupted,
         "request_rate": if args.request_rate.is_finite() { json!(args.request_rate) } else { json!("inf") },
         "ramp_up_strategy": args.ramp_up_strategy.map(|r| if r == Ramp::Linear { "linear" } else { "exponential" }),
         "ramp_up_start_rps": args.ramp_up_start_rps,
@@ -103,9 +109,15 @@ pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Re
         output::print_json(&doc)?;
     } else {
         output::print(&summary.to_text())?;
+        if interrupted {
+            output::print(&format!("interrupted: {} of {total} requests\n", exchanges.len()))?;
+        }
     }
     if let Some(file) = &args.output {
         output::write_report(file, &format!("{doc:#}\n"))?;
+    }
+    if interrupted {
+        bail!("interrupted: {} of {total} requests were done, the others do not count", exchanges.len());
     }
     Ok(if summary.failed() > 0 { Outcome::Mismatch } else { Outcome::Done })
 }
@@ -152,8 +164,16 @@ fn plan(args: &BenchServeArgs) -> anyhow::Result<Load> {
         }
         extra["temperature"] = json!(t);
     }
-    if args.num_prompts == 0 || args.num_prefixes == 0 || args.max_concurrency == Some(0) {
-        return Err(usage("--num-prompts, --num-prefixes and --max-concurrency must be above 0"));
+    for (flag, n) in [
+        ("--num-prompts", Some(args.num_prompts)),
+        ("--num-prefixes", Some(args.num_prefixes)),
+        ("--max-concurrency", args.max_concurrency),
+        ("--input-len", Some(args.input_len)),
+        ("--output-len", args.output_len),
+    ] {
+        if n == Some(0) {
+            return Err(usage(format!("{flag} must be above 0")));
+        }
     }
     if !(0.0..1.0).contains(&args.range_ratio) {
         return Err(usage("--range-ratio must be at least 0 and below 1"));
@@ -236,6 +256,9 @@ pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
         }
     };
     let lengths = args.lengths.iter().map(length).collect::<anyhow::Result<Vec<_>>>()?;
+    if args.output_len == 0 {
+        return Err(usage("--output-len must be above 0: the first token is what is measured"));
+    }
     let endpoint = connect(&args.server)?;
     let longest = lengths.iter().map(|l| l.tokens).max().unwrap_or(0) + args.output_len;
     if let Some(limit) = endpoint.context_limit().filter(|l| longest as u64 > *l) {
@@ -245,12 +268,14 @@ pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
     }
     let mut rows = Vec::new();
     let mut each = |r: context::ContextRow| {
-        output::note(&format!(
-            "{} tokens: first token after {:.2} s, then {:.1} tok/s",
-            r.prompt_tokens,
-            r.ttft,
-            r.decode_rate()
-        ));
+        let rate = r.decode_rate().map_or(String::new(), |v| format!(", then {v:.1} tok/s"));
+        match (&r.error, r.ttft) {
+            (Some(e), _) => output::warn(&format!("a prompt of {} tokens does not count: {e}", r.length)),
+            (None, Some(first)) => {
+                output::note(&format!("{} tokens: first token after {first:.2} s{rate}", r.prompt_tokens));
+            }
+            (None, None) => {}
+        }
         rows.push(r);
     };
     let timeout = Duration::from_secs(args.server.timeout);
@@ -270,5 +295,5 @@ pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
         output::print(&context::to_markdown(&rows))?;
     }
     done?;
-    Ok(Outcome::Done)
+    Ok(if rows.iter().any(|r| r.error.is_some()) { Outcome::Mismatch } else { Outcome::Done })
 }

@@ -260,7 +260,7 @@ fn load_reports_what_was_sent_and_answered() {
     let server = fake(Fault::None, 0);
     let endpoint = Endpoint::connect(&format!("{}/v1/", server.url), Some("k".into()), None).unwrap();
     let path = "/v1/chat/completions";
-    let calibration = Calibration::measure(&endpoint, path, 1).unwrap();
+    let calibration = Calibration::measure(&endpoint, path, 1, Duration::from_secs(5), &AtomicBool::new(false)).unwrap();
     let dataset = Dataset::Random { input: 200, output: 9, spread: 0.0 };
     let items = dataset.items(12, calibration, 1).unwrap();
     let load = Load {

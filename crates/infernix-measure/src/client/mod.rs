@@ -9,10 +9,19 @@ pub use answer::{Answer, Grammar, ToolCall, Usage};
 use crate::error::{MeasureError, Result};
 use serde_json::{Value, json};
 use std::io::{BufReader, Read};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// Largest body taken of an answer that is no stream, and of an error.
 const MAX_BODY: u64 = 64 << 20;
+/// Longest wait for a document by GET.
+const GET_LIMIT: Duration = Duration::from_secs(10);
+/// How often a wait looks whether it was interrupted.
+pub(crate) const LOOK: Duration = Duration::from_millis(100);
+/// Stack of a thread that waits for a server: it formats and parses, no more.
+pub(crate) const STACK: usize = 512 << 10;
 
 /// A server: where it is, what it calls its model.
 #[derive(Clone, Debug)]
@@ -21,6 +30,7 @@ pub struct Endpoint {
     key: Option<String>,
     model: String,
     agent: ureq::Agent,
+    get_limit: Duration,
 }
 
 /// How a request failed. Counted, never hidden: one failure makes a replay invalid.
@@ -68,6 +78,16 @@ impl Exchange {
         self.pieces.first().map(|t| t.duration_since(self.sent))
     }
 
+    /// The same, failed if nothing was answered: such a request has no first token whose time could count, as for vLLM's
+    /// benchmark.
+    #[must_use]
+    pub fn with_a_first_token(mut self) -> Self {
+        if self.failure.is_none() && self.pieces.is_empty() {
+            self.failure = Some(Failure::Protocol("an answer without text".into()));
+        }
+        self
+    }
+
     /// Send to end.
     pub fn latency(&self) -> Duration {
         self.done.duration_since(self.sent)
@@ -90,6 +110,19 @@ impl Endpoint {
     /// # Errors
     /// An URL without http or https; a server that does not answer `/v1/models`.
     pub fn connect(url: &str, key: Option<String>, model: Option<String>) -> Result<Self> {
+        Self::connect_within(url, key, model, GET_LIMIT)
+    }
+
+    /// The same; no GET, here and later, takes longer than `limit`.
+    ///
+    /// # Errors
+    /// As [`Endpoint::connect`].
+    pub fn connect_within(
+        url: &str,
+        key: Option<String>,
+        model: Option<String>,
+        limit: Duration,
+    ) -> Result<Self> {
         let base = url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base).to_owned();
         if !base.starts_with("http://") && !base.starts_with("https://") {
@@ -101,7 +134,8 @@ impl Endpoint {
             .max_redirects(0)
             .build()
             .into();
-        let mut endpoint = Self { base, key, model: model.clone().unwrap_or_default(), agent };
+        let get_limit = limit.min(GET_LIMIT);
+        let mut endpoint = Self { base, key, model: model.clone().unwrap_or_default(), agent, get_limit };
         if model.is_none() {
             endpoint.model = endpoint.first_model()?;
         }
@@ -156,7 +190,7 @@ impl Endpoint {
     pub fn get_text(&self, path: &str) -> Result<String> {
         let url = format!("{}{path}", self.base);
         let fail = |e: String| MeasureError::Server(format!("{url}: {e}"));
-        let mut request = self.agent.get(&url).config().timeout_global(Some(Duration::from_secs(10))).build();
+        let mut request = self.agent.get(&url).config().timeout_global(Some(self.get_limit)).build();
         if let Some(key) = &self.key {
             request = request.header("authorization", format!("Bearer {key}"));
         }
@@ -178,6 +212,11 @@ impl Endpoint {
     /// Sends a chat or completion request that streams, and reads the answer to its end, or until `limit` has passed
     /// since the start. `model`, `stream` and `stream_options.include_usage` are set here.
     pub fn stream(&self, path: &str, body: &Value, limit: Duration) -> Exchange {
+        self.stream_unless(path, body, limit, &AtomicBool::new(false))
+    }
+
+    /// The same, broken off between pieces once `gone` is set.
+    pub(crate) fn stream_unless(&self, path: &str, body: &Value, limit: Duration, gone: &AtomicBool) -> Exchange {
         let mut body = body.clone();
         body["model"] = json!(self.model);
         body["stream"] = json!(true);
@@ -187,11 +226,20 @@ impl Endpoint {
         let mut exchange =
             Exchange { sent, pieces: Vec::new(), done: sent, answer: Answer::default(), failure: None };
         let most = body["max_tokens"].as_u64();
-        let received = self.receive(path, &bytes, limit, &mut exchange);
+        let received = self.receive(path, &bytes, limit, gone, &mut exchange);
         exchange.failure =
             received.and_then(|()| plausible(&exchange, most).map_err(Failure::Protocol)).err();
         exchange.done = Instant::now();
         exchange
+    }
+
+    /// [`Endpoint::stream`] in a thread of its own; what becomes of it is heard from the wait.
+    ///
+    /// # Errors
+    /// A thread that cannot be started.
+    pub(crate) fn begin(&self, path: &str, body: Value, limit: Duration) -> Result<Pending<Exchange>> {
+        let (endpoint, path) = (self.clone(), path.to_owned());
+        Pending::start(move |gone| endpoint.stream_unless(&path, &body, limit, gone))
     }
 
     fn receive(
@@ -199,6 +247,7 @@ impl Endpoint {
         path: &str,
         body: &str,
         limit: Duration,
+        gone: &AtomicBool,
         exchange: &mut Exchange,
     ) -> std::result::Result<(), Failure> {
         let url = format!("{}{path}", self.base);
@@ -225,6 +274,9 @@ impl Endpoint {
         let mut grammar = Grammar::default();
         while let Some(data) = events.next_data().map_err(io)? {
             let now = Instant::now();
+            if gone.load(Ordering::Relaxed) {
+                return Err(Failure::Network("broken off here".into()));
+            }
             match grammar.take(&data, &mut exchange.answer).map_err(Failure::Protocol)? {
                 answer::Piece::Text => exchange.pieces.push(now),
                 answer::Piece::Nothing => {}
@@ -232,6 +284,51 @@ impl Endpoint {
             }
         }
         grammar.finish(&exchange.answer).map_err(Failure::Protocol)
+    }
+}
+
+/// Something that waits for a server, in a thread of its own, so that nobody else has to. Dropped, it is broken off: a
+/// stream at its next piece, all else with its time limit.
+pub(crate) struct Pending<T> {
+    result: std::sync::mpsc::Receiver<T>,
+    gone: Arc<AtomicBool>,
+}
+
+impl<T: Send + 'static> Pending<T> {
+    /// Starts `work`, which may look at the flag that says that nobody waits any more.
+    ///
+    /// # Errors
+    /// A thread that cannot be started.
+    pub(crate) fn start(work: impl FnOnce(&AtomicBool) -> T + Send + 'static) -> Result<Self> {
+        let (send, result) = channel();
+        let gone = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&gone);
+        let run = move || drop(send.send(work(&seen)));
+        std::thread::Builder::new()
+            .stack_size(STACK)
+            .spawn(run)
+            .map_err(|e| MeasureError::Server(format!("no thread for a request: {e}")))?;
+        Ok(Self { result, gone })
+    }
+
+    /// The result, unless `interrupted` is set first.
+    ///
+    /// # Errors
+    /// The interruption.
+    pub(crate) fn wait(self, interrupted: &AtomicBool) -> Result<T> {
+        loop {
+            match self.result.recv_timeout(LOOK) {
+                Ok(result) => return Ok(result),
+                Err(RecvTimeoutError::Timeout) if !interrupted.load(Ordering::Relaxed) => {}
+                Err(_) => return Err(MeasureError::Stopped),
+            }
+        }
+    }
+}
+
+impl<T> Drop for Pending<T> {
+    fn drop(&mut self) {
+        self.gone.store(true, Ordering::Relaxed);
     }
 }
 

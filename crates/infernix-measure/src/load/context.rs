@@ -26,16 +26,18 @@ pub struct ContextRow {
     pub prompt_tokens: u64,
     /// Prompt tokens that came from a cache.
     pub cached_tokens: u64,
-    /// Send to first piece, seconds.
-    pub ttft: f64,
+    /// Send to first piece, seconds; `None` where nothing was answered.
+    pub ttft: Option<f64>,
     /// Tokens answered.
     pub output_tokens: u64,
-    /// First to last token, seconds.
-    pub decode: f64,
+    /// First to last token, seconds; `None` of a single token, and where all came at once.
+    pub decode: Option<f64>,
     /// Drafted tokens.
     pub drafted: Option<u64>,
     /// Accepted drafts; a server that counts them leaves them out of an answer without one.
     pub accepted: Option<u64>,
+    /// Why it does not count.
+    pub error: Option<String>,
 }
 
 /// Whether the server counts drafts.
@@ -44,9 +46,9 @@ fn counts(rows: &[ContextRow]) -> bool {
 }
 
 impl ContextRow {
-    /// Tokens after the first over the time from first to last.
-    pub fn decode_rate(&self) -> f64 {
-        if self.decode > 0.0 { self.output_tokens.saturating_sub(1) as f64 / self.decode } else { 0.0 }
+    /// Tokens after the first over the time from first to last, of answers that have both.
+    pub fn decode_rate(&self) -> Option<f64> {
+        self.decode.map(|t| self.output_tokens.saturating_sub(1) as f64 / t)
     }
 
     /// Forward passes: one a token that was not accepted from a draft.
@@ -55,7 +57,7 @@ impl ContextRow {
     }
 
     fn to_json(&self, counts: bool) -> Value {
-        let rounds = counts.then(|| self.rounds());
+        let rounds = (counts && self.error.is_none()).then(|| self.rounds());
         json!({
             "length": self.length,
             "prompt_tokens": self.prompt_tokens,
@@ -65,19 +67,20 @@ impl ContextRow {
             "decode_s": self.decode,
             "decode_tok_s": self.decode_rate(),
             "rounds": rounds,
-            "rounds_per_s": rounds.filter(|_| self.decode > 0.0).map(|r| r as f64 / self.decode),
+            "rounds_per_s": rounds.zip(self.decode).map(|(r, t)| r as f64 / t),
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "error": self.error,
         })
     }
 }
 
 /// Measures every length after two uncounted probes: greedy, `output` tokens each. A prompt of which a twentieth or more,
 /// and more than the template's tokens, came from a cache is refused: it would measure the cache. `each` gets every
-/// measured prompt.
+/// prompt; one without text or counts in its answer has its error and no times.
 ///
 /// # Errors
-/// A request that fails or was cached; an interruption.
+/// A request that fails otherwise or was cached; an interruption.
 pub fn run(
     endpoint: &Endpoint,
     lengths: &[Length],
@@ -89,7 +92,7 @@ pub fn run(
 ) -> Result<()> {
     let path = "/v1/chat/completions";
     let extra = json!({ "temperature": 0, "seed": 1 });
-    let calibration = Calibration::measure(endpoint, path, seed)?;
+    let calibration = Calibration::measure(endpoint, path, seed, timeout, interrupted)?;
     for (i, length) in lengths.iter().enumerate() {
         let dataset = Dataset::Random { input: length.tokens, output, spread: 0.0 };
         let items = dataset.items(length.prompts, calibration, seed.wrapping_add(i as u64))?;
@@ -98,7 +101,8 @@ pub fn run(
                 return Err(MeasureError::Stopped);
             }
             let prompt = format!("{} {}", nonce(seed, &format!("{i} {k}")), item.prompt);
-            let x = endpoint.stream(path, &super::data::body(path, &prompt, output, &extra), timeout);
+            let body = super::data::body(path, &prompt, output, &extra);
+            let x = endpoint.begin(path, body, timeout)?.wait(interrupted)?;
             if let Some(f) = x.failure {
                 return Err(MeasureError::Server(format!(
                     "the prompt of {} tokens failed: {f}",
@@ -112,16 +116,24 @@ pub fn run(
                     usage.cached, usage.prompt
                 )));
             }
-            let last = x.pieces.last().or(x.pieces.first());
+            let error = if x.answer.usage.is_none() {
+                Some("the server counted no tokens".to_owned())
+            } else {
+                x.pieces.is_empty().then(|| "an answer without text".to_owned())
+            };
+            let counts = error.is_none();
+            let streamed = x.pieces.first().zip(x.pieces.last()).map(|(a, b)| b.duration_since(*a));
+            let seconds = |d: Option<Duration>| d.filter(|_| counts).map(|d| d.as_secs_f64());
             each(ContextRow {
                 length: length.tokens,
                 prompt_tokens: usage.prompt,
                 cached_tokens: usage.cached,
-                ttft: x.ttft().unwrap_or_default().as_secs_f64(),
+                ttft: seconds(x.ttft()),
                 output_tokens: x.output_tokens(),
-                decode: x.pieces.first().zip(last).map_or(0.0, |(a, b)| b.duration_since(*a).as_secs_f64()),
+                decode: seconds(streamed.filter(|d| !d.is_zero() && x.output_tokens() > 1)),
                 drafted: x.answer.drafted(),
                 accepted: x.answer.accepted(),
+                error,
             });
         }
     }
@@ -145,32 +157,43 @@ pub fn to_json(endpoint: &Endpoint, rows: &[ContextRow], seed: u64) -> Value {
     })
 }
 
-/// Means by length as a Markdown table.
+/// Means by length as a Markdown table, over the prompts that have the figure; below it the prompts that do not count.
 pub fn to_markdown(rows: &[ContextRow]) -> String {
     let mut out = String::from(
         "| context | prompts | TTFT s | prompt tok/s | decode tok/s | rounds/s | tokens/round |\n|---:|---:|---:|---:|---:|---:|---:|\n",
     );
     let mut lengths: Vec<usize> = rows.iter().map(|r| r.length).collect();
     lengths.dedup();
+    let known = counts(rows);
     for length in lengths {
-        let of: Vec<&ContextRow> = rows.iter().filter(|r| r.length == length).collect();
-        let n = of.len() as f64;
-        let mean = |f: &dyn Fn(&ContextRow) -> f64| of.iter().map(|r| f(r)).sum::<f64>() / n;
-        let tokens = mean(&|r| r.prompt_tokens as f64);
+        let all = rows.iter().filter(|r| r.length == length).count();
+        let of: Vec<&ContextRow> = rows.iter().filter(|r| r.length == length && r.error.is_none()).collect();
+        let mean = |f: &dyn Fn(&ContextRow) -> Option<f64>| {
+            let values: Vec<f64> = of.iter().filter_map(|r| f(r)).collect();
+            (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+        };
+        let cell = |v: Option<f64>, digits: usize| {
+            v.filter(|v| v.is_finite()).map_or("-".into(), |v| format!("{v:.digits$}"))
+        };
+        let ratio = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
+        let tokens = mean(&|r| Some(r.prompt_tokens as f64));
         let ttft = mean(&|r| r.ttft);
-        let known = counts(rows);
-        let rounds = mean(&|r| r.rounds() as f64);
-        let decode = mean(&|r| r.decode);
-        let or_dash = |v: f64| if known && v.is_finite() { format!("{v:.2}") } else { "-".into() };
+        // Of answers that took time alone, so that both have the same rounds.
+        let rounds = mean(&|r| r.decode.filter(|_| known).map(|_| r.rounds() as f64));
         let _ = writeln!(
             out,
-            "| {tokens:.0} | {} | {ttft:.2} | {:.1} | {:.1} | {} | {} |",
-            of.len(),
-            if ttft > 0.0 { tokens / ttft } else { 0.0 },
-            mean(&ContextRow::decode_rate),
-            or_dash(rounds / decode),
-            or_dash(mean(&|r| r.output_tokens as f64) / rounds),
+            "| {} | {} | {} | {} | {} | {} | {} |",
+            tokens.map_or_else(|| length.to_string(), |t| format!("{t:.0}")),
+            if of.len() < all { format!("{} of {all}", of.len()) } else { all.to_string() },
+            cell(ttft, 2),
+            cell(ratio(tokens, ttft), 1),
+            cell(mean(&ContextRow::decode_rate), 1),
+            cell(ratio(rounds, mean(&|r| r.decode)), 2),
+            cell(ratio(mean(&|r| r.decode.map(|_| r.output_tokens as f64)), rounds), 2),
         );
+    }
+    for (row, error) in rows.iter().filter_map(|r| Some((r, r.error.as_ref()?))) {
+        let _ = writeln!(out, "\na prompt of {} tokens does not count: {error}", row.length);
     }
     out
 }
@@ -178,6 +201,37 @@ pub fn to_markdown(rows: &[ContextRow]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn row(ttft: Option<f64>, decode: Option<f64>, error: Option<&str>) -> ContextRow {
+        let counted = if error.is_some() { 0 } else { 11 };
+        ContextRow {
+            length: 100,
+            prompt_tokens: 120,
+            cached_tokens: 0,
+            ttft,
+            output_tokens: counted,
+            decode,
+            drafted: None,
+            accepted: (counted > 0).then_some(1),
+            error: error.map(str::to_owned),
+        }
+    }
+
+    #[test]
+    fn answers_without_text_are_no_part_of_a_mean() {
+        let whole = [row(Some(2.0), Some(1.0), None), row(Some(4.0), Some(1.0), None)];
+        let text = to_markdown(&whole);
+        assert!(text.ends_with("| 120 | 2 | 3.00 | 40.0 | 10.0 | 10.00 | 1.10 |\n"), "{text}");
+        let holes = [&whole[..], &[row(Some(3.0), None, None), row(None, None, Some("no text"))]].concat();
+        let text = to_markdown(&holes);
+        assert!(text.contains("| 120 | 3 of 4 | 3.00 | 40.0 | 10.0 | 10.00 | 1.10 |\n"), "{text}");
+        assert!(text.ends_with("a prompt of 100 tokens does not count: no text\n"), "{text}");
+        let json = holes[3].to_json(true);
+        assert!(json["ttft_s"].is_null() && json["decode_tok_s"].is_null() && json["rounds_per_s"].is_null());
+        assert_eq!(json["error"], "no text");
+        let none = to_markdown(&holes[3..]);
+        assert!(none.contains("| 100 | 0 of 1 | - | - | - | - | - |"), "{none}");
+    }
 
     #[test]
     fn a_short_prompt_from_a_cache_is_no_measurement_either() {

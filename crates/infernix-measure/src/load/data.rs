@@ -5,6 +5,7 @@ use crate::client::Endpoint;
 use crate::error::{MeasureError, Result};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 /// Words that the tokenizers of the field hold as single tokens after a space.
@@ -77,18 +78,21 @@ pub struct Calibration {
 }
 
 impl Calibration {
-    /// From two probe requests of one token each, counted by the server.
+    /// From two probe requests of one token each, counted by the server; neither may take longer than `limit`.
     ///
     /// # Errors
-    /// A probe that fails, or a server that counts no prompt tokens.
-    pub fn measure(endpoint: &Endpoint, path: &str, seed: u64) -> Result<Self> {
+    /// A probe that fails, or a server that counts no prompt tokens; an interruption.
+    pub fn measure(
+        endpoint: &Endpoint,
+        path: &str,
+        seed: u64,
+        limit: Duration,
+        interrupted: &AtomicBool,
+    ) -> Result<Self> {
         let mut rng = Rng::named(seed, "calibration");
         let mut count = |n: usize| -> Result<f64> {
-            let x = endpoint.stream(
-                path,
-                &body(path, &words(&mut rng, n), 1, &json!({})),
-                Duration::from_secs(600),
-            );
+            let body = body(path, &words(&mut rng, n), 1, &json!({}));
+            let x = endpoint.begin(path, body, limit)?.wait(interrupted)?;
             if let Some(f) = x.failure {
                 return Err(MeasureError::Server(format!("the probe request failed: {f}")));
             }

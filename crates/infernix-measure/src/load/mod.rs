@@ -10,16 +10,14 @@ pub use arrivals::Rate;
 pub use data::{Calibration, Dataset, Item};
 pub use summary::{Goal, Summary};
 
-use crate::client::{Endpoint, Exchange};
+use crate::client::{Endpoint, Exchange, LOOK, STACK};
 use crate::error::{MeasureError, Result};
 use rng::Rng;
 use serde_json::{Map, Value, json};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
-
-/// Stack of a request's thread: it formats and parses, no more.
-const STACK: usize = 512 << 10;
 
 /// How a server is loaded.
 #[derive(Clone, Debug)]
@@ -44,85 +42,112 @@ pub struct Load {
     pub timeout: Duration,
 }
 
-/// A counting semaphore; std has none.
-struct Slots {
-    free: Mutex<usize>,
-    changed: Condvar,
+/// Requests on their way, each in a thread of its own.
+struct Flights<'a> {
+    endpoint: &'a Endpoint,
+    load: &'a Load,
+    /// What has ended, by the number of its item.
+    ended: Vec<Option<Exchange>>,
+    in_flight: usize,
+    send: Sender<(usize, Exchange)>,
+    receive: Receiver<(usize, Exchange)>,
+    /// Set when nobody waits any more; streams then break off.
+    gone: Arc<AtomicBool>,
+    progress: &'a dyn Fn(&Exchange),
 }
 
-impl Slots {
-    fn take(&self) {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut free = self.changed.wait_while(free, |n| *n == 0).unwrap_or_else(PoisonError::into_inner);
-        *free -= 1;
+impl Flights<'_> {
+    fn start(&mut self, number: usize, item: &Item) -> Result<()> {
+        let (endpoint, path, limit) = (self.endpoint.clone(), self.load.path.clone(), self.load.timeout);
+        let body = data::body(&path, &item.prompt, item.output, &self.load.extra);
+        let (send, gone) = (self.send.clone(), Arc::clone(&self.gone));
+        let fly = move || {
+            let exchange = endpoint.stream_unless(&path, &body, limit, &gone).with_a_first_token();
+            // Nobody listens after an interruption.
+            let _ = send.send((number, exchange));
+        };
+        let thread = std::thread::Builder::new().stack_size(STACK).spawn(fly);
+        thread.map_err(|e| MeasureError::Server(format!("request {number}: no thread: {e}")))?;
+        self.in_flight += 1;
+        Ok(())
     }
 
-    fn give(&self) {
-        *self.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        self.changed.notify_one();
+    /// Takes the next end, waiting at most so long for one.
+    fn land(&mut self, longest: Duration) {
+        if let Ok((number, exchange)) = self.receive.recv_timeout(longest) {
+            self.in_flight -= 1;
+            (self.progress)(&exchange);
+            self.ended[number] = Some(exchange);
+        }
     }
 }
 
-/// Sends every item and waits for the answers, in the order of the items. `progress` hears of each end.
+impl Drop for Flights<'_> {
+    fn drop(&mut self) {
+        self.gone.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Sends every item and waits for the answers, in the order of the items. `progress` hears of each end. An interruption
+/// breaks off what is in flight: what had ended by then is given, and nothing of the others.
 ///
 /// # Errors
-/// A warm-up request that fails, an interruption, a thread that cannot be started.
+/// A warm-up request that fails, a thread that cannot be started.
 pub fn run(
     endpoint: &Endpoint,
     load: &Load,
     items: &[Item],
     interrupted: &AtomicBool,
-    progress: &(dyn Fn(&Exchange) + Sync),
+    progress: &dyn Fn(&Exchange),
 ) -> Result<Vec<Exchange>> {
-    let send = |item: &Item| {
-        let body = data::body(&load.path, &item.prompt, item.output, &load.extra);
-        endpoint.stream(&load.path, &body, load.timeout)
+    let (send, receive) = channel();
+    let mut flights = Flights {
+        endpoint,
+        load,
+        ended: items.iter().map(|_| None).collect(),
+        in_flight: 0,
+        send,
+        receive,
+        gone: Arc::default(),
+        progress,
     };
     for i in 0..load.warm_up.min(items.len()) {
         // A prompt of its own: the counted ones must not find it in a cache.
-        let item = Item { prompt: format!("warm-up {} {}", load.seed, i), ..items[i].clone() };
-        if let Some(f) = send(&item).failure {
-            return Err(MeasureError::Server(format!("the warm-up request failed: {f}")));
+        let prompt = format!("warm-up {} {}", load.seed, i);
+        let body = data::body(&load.path, &prompt, items[i].output, &load.extra);
+        match endpoint.begin(&load.path, body, load.timeout)?.wait(interrupted) {
+            Ok(Exchange { failure: Some(f), .. }) => {
+                return Err(MeasureError::Server(format!("the warm-up request failed: {f}")));
+            }
+            Ok(_) => {}
+            Err(_) => return Ok(Vec::new()),
         }
     }
     let own_times = items.iter().any(|i| i.at.is_some());
     let times = arrivals::arrivals(items.len(), load.rate, load.burstiness, load.seed);
-    let slots = load.concurrency.map(|n| Slots { free: Mutex::new(n.max(1)), changed: Condvar::new() });
-    let results: Vec<Mutex<Option<Exchange>>> = items.iter().map(|_| Mutex::new(None)).collect();
+    let most = load.concurrency.unwrap_or(usize::MAX).max(1);
+    let stopped = || interrupted.load(Ordering::Relaxed);
     let start = Instant::now();
-    std::thread::scope(|scope| -> Result<()> {
-        for (i, item) in items.iter().enumerate() {
-            let at = if own_times { item.at.unwrap_or(0.0) } else { times[i] };
-            let at = start + Duration::from_secs_f64(at.clamp(0.0, 1e7));
-            while let Some(left) = at.checked_duration_since(Instant::now()).filter(|d| !d.is_zero()) {
-                std::thread::sleep(left.min(Duration::from_millis(100)));
-                if interrupted.load(Ordering::Relaxed) {
-                    break;
-                }
-            }
-            if let Some(s) = &slots {
-                s.take();
-            }
-            if interrupted.load(Ordering::Relaxed) {
-                return Err(MeasureError::Stopped);
-            }
-            let (send, slots, result) = (&send, &slots, &results[i]);
-            let thread = std::thread::Builder::new().stack_size(STACK);
-            thread
-                .spawn_scoped(scope, move || {
-                    let exchange = send(item);
-                    progress(&exchange);
-                    *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(exchange);
-                    if let Some(s) = slots {
-                        s.give();
-                    }
-                })
-                .map_err(|e| MeasureError::Server(format!("request {i}: no thread: {e}")))?;
+    for (i, item) in items.iter().enumerate() {
+        let at = if own_times { item.at.unwrap_or(0.0) } else { times[i] };
+        let at = start + Duration::from_secs_f64(at.clamp(0.0, 1e7));
+        while let Some(left) = at.checked_duration_since(Instant::now()).filter(|d| !d.is_zero())
+            && !stopped()
+        {
+            flights.land(left.min(LOOK));
         }
-        Ok(())
-    })?;
-    let taken = results.into_iter().filter_map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner));
-    Ok(taken.collect())
+        while flights.in_flight >= most && !stopped() {
+            flights.land(LOOK);
+        }
+        if stopped() {
+            break;
+        }
+        flights.start(i, item)?;
+    }
+    while flights.in_flight > 0 && !stopped() {
+        flights.land(LOOK);
+    }
+    Ok(std::mem::take(&mut flights.ended).into_iter().flatten().collect())
 }
 
 /// Counters of speculation as vLLM names them, from a server's `/metrics`; `None` where it has none.

@@ -95,7 +95,7 @@ fn load(out: &mut String, plots: &mut Vec<(String, String)>, group: &[Named<'_>]
             "td",
             1,
             &[
-                escape(&name(file, d)),
+                escape(&name(file, d)) + if d["interrupted"] == true { " (interrupted)" } else { "" },
                 rate,
                 figure(&d["max_concurrency"], |v| format!("{v:.0}")),
                 figure(&d["failed"], |v| format!("{v:.0}")),
