@@ -303,8 +303,9 @@ fn play_one(args: &ReplayArgs, arm: &Arm, server: &Server, plan: &Plan) -> Playe
         let n = done.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1;
         let what = match (r.failure(), r.first) {
             (Some(f), _) => f.to_string(),
+            (None, _) if r.aborted => "broken off, as planned".into(),
             (None, Some(first)) => format!("{:.2} s to the first token", first - r.sent),
-            (None, None) => "broken off".into(),
+            (None, None) => "an answer without text".into(),
         };
         output::note(&format!("{} {n}/{total} {}#{} {}: {what}", arm.name, r.actor, r.index, r.class.name()));
     };

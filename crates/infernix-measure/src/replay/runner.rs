@@ -147,6 +147,8 @@ struct Shared<'a> {
     changed: Condvar,
     rows: Mutex<Vec<Row>>,
     notes: Mutex<Vec<Note>>,
+    /// Why this machine could not go on.
+    fault: Mutex<Option<String>>,
     /// Tokens by the server's count over tokens by estimate.
     ratio: f64,
 }
@@ -156,6 +158,19 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Shared<'_> {
+    /// Starts a session in a thread of its own.
+    fn begin<'scope>(&'scope self, scope: &'scope std::thread::Scope<'scope, '_>, actor: &'scope Actor) {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, move || session(self, actor));
+        if let Err(e) = thread {
+            self.fail(format!("no thread for {}: {e}", actor.name));
+        }
+    }
+
+    fn fail(&self, why: String) {
+        lock(&self.fault).get_or_insert(why);
+        self.stop();
+    }
+
     fn stop(&self) {
         lock(&self.sync).stopped = true;
         self.changed.notify_all();
@@ -232,7 +247,7 @@ fn turn(sync: &mut Meeting) {
 /// Plays the plan. One uncounted request comes first; it also tells how this server's tokens compare with the
 /// estimate, which only the context guard uses. What was played before an interruption is in the run.
 pub fn play(plan: &Plan, endpoint: &Endpoint, options: RunOptions<'_>) -> Run {
-    let ratio = match prime(plan, endpoint, options.timeout) {
+    let ratio = match prime(plan, endpoint, options) {
         Ok(ratio) => ratio,
         Err(e) => return Run { ended: Some(e.to_string()), ..Run::default() },
     };
@@ -245,28 +260,28 @@ pub fn play(plan: &Plan, endpoint: &Endpoint, options: RunOptions<'_>) -> Run {
         changed: Condvar::new(),
         rows: Mutex::default(),
         notes: Mutex::default(),
+        fault: Mutex::default(),
         ratio,
     };
     std::thread::scope(|scope| {
-        for actor in plan.actors.iter().filter(|a| a.top) {
-            let shared = &shared;
-            scope.spawn(move || session(shared, actor));
-        }
+        plan.actors.iter().filter(|a| a.top).for_each(|actor| shared.begin(scope, actor));
     });
     let wall = shared.start.elapsed().as_secs_f64();
-    let ended = options.interrupted.load(Ordering::Relaxed).then(|| MeasureError::Stopped.to_string());
+    let fault = shared.fault.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let stopped = || options.interrupted.load(Ordering::Relaxed).then(|| MeasureError::Stopped.to_string());
+    let ended = fault.or_else(stopped);
     let rows = shared.rows.into_inner().unwrap_or_else(PoisonError::into_inner);
     let notes = shared.notes.into_inner().unwrap_or_else(PoisonError::into_inner);
     Run { rows, notes, wall, ended }
 }
 
-fn prime(plan: &Plan, endpoint: &Endpoint, timeout: Duration) -> Result<f64> {
+fn prime(plan: &Plan, endpoint: &Endpoint, options: RunOptions<'_>) -> Result<f64> {
     // A text like the run's, but none of it, so that nothing of the run is in a cache.
     let text = plan.personas.get("checker").map_or("", |p| p.system.as_str());
     let text = format!("Calibration. {text} Answer ok.");
     let body =
         json!({ "messages": [{ "role": "user", "content": text }], "max_tokens": 8, "temperature": 0 });
-    let x = endpoint.stream(PATH, &body, timeout);
+    let x = endpoint.begin(PATH, body, options.timeout)?.wait(options.interrupted)?;
     if let Some(f) = x.failure {
         return Err(MeasureError::Server(format!("the priming request failed: {f}")));
     }
@@ -325,10 +340,7 @@ impl Conversation<'_> {
             Op::Spawn { actors } => self.apart(|c| {
                 std::thread::scope(|scope| {
                     let named = c.shared.plan.actors.iter().filter(|a| actors.contains(&a.name));
-                    for actor in named {
-                        let shared = c.shared;
-                        scope.spawn(move || session(shared, actor));
-                    }
+                    named.for_each(|actor| c.shared.begin(scope, actor));
                 });
                 !c.shared.stopped()
             }),
@@ -514,7 +526,14 @@ impl Conversation<'_> {
         }
         let estimated = self.estimated() as f64;
         let limit = abort_after.map_or(shared.options.timeout, Duration::from_secs_f64);
-        let exchange = shared.endpoint.stream(PATH, &body, limit);
+        let exchange = match shared.endpoint.begin(PATH, body, limit) {
+            // What an interruption breaks off is no request of the run.
+            Ok(pending) => pending.wait(shared.options.interrupted).ok()?,
+            Err(e) => {
+                shared.fail(e.to_string());
+                return None;
+            }
+        };
         let since = |t: Instant| t.duration_since(shared.start).as_secs_f64();
         // An answer that is complete before the abort stays one.
         let aborted = abort_after.is_some() && exchange.failure == Some(Failure::Timeout);
