@@ -84,6 +84,9 @@ pub enum MeasureError {
     /// A server that cannot be measured.
     #[error("{0}")]
     Server(String),
+    /// A server that wants another key: waiting changes nothing.
+    #[error("{0}")]
+    Denied(String),
     /// Stopped by the user; nothing is kept.
     #[error("interrupted")]
     Stopped,

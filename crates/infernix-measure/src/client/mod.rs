@@ -203,10 +203,11 @@ impl Endpoint {
             .take(MAX_BODY)
             .read_to_string(&mut text)
             .map_err(|e| fail(e.to_string()))?;
-        if status != 200 {
-            return Err(fail(format!("status {status}: {}", start(&text))));
+        match status {
+            200 => Ok(text),
+            401 | 403 => Err(MeasureError::Denied(format!("{url}: status {status}: {}", start(&text)))),
+            _ => Err(fail(format!("status {status}: {}", start(&text)))),
         }
-        Ok(text)
     }
 
     /// Sends a chat or completion request that streams, and reads the answer to its end, or until `limit` has passed

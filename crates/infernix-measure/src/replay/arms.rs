@@ -1,7 +1,7 @@
 //! The servers that a replay compares: given by address, or started by a command and watched.
 
 use crate::bench::gpu::Gpu;
-use crate::client::Endpoint;
+use crate::client::{Endpoint, Pending};
 use crate::error::{MeasureError, Result};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process_group, test_kill_process_group, waitpid};
 use std::fs::File;
@@ -79,9 +79,9 @@ struct Watched {
 pub struct Server {
     /// Where it listens.
     pub endpoint: Endpoint,
+    /// Before the server, so that nothing is watched that is being ended.
+    watcher: Option<Watcher>,
     started: Option<Started>,
-    watched: Arc<Watched>,
-    watcher: Option<JoinHandle<()>>,
 }
 
 impl Server {
@@ -97,11 +97,14 @@ impl Server {
         patience: Duration,
         interrupted: &AtomicBool,
     ) -> Result<Self> {
-        let watched = Arc::new(Watched::default());
+        let connect = |url: &str| {
+            let (url, key) = (url.to_owned(), key.clone());
+            Pending::start(move |_| Endpoint::connect(&url, key, None))?.wait(interrupted)?
+        };
         let command = match &arm.target {
             Target::Url(url) => {
-                let endpoint = Endpoint::connect(url, key, None)?;
-                return Ok(Self { endpoint, started: None, watched, watcher: None });
+                let endpoint = connect(url)?;
+                return Ok(Self { endpoint, started: None, watcher: None });
             }
             Target::Command(command) => command,
         };
@@ -115,13 +118,19 @@ impl Server {
         shell.arg("-c").arg(command.replace("{port}", &port.to_string())).stdin(Stdio::null());
         shell.stdout(output().map_err(fail)?).stderr(output().map_err(fail)?);
         let mut started = Started::new(shell).map_err(fail)?;
+        // From the beginning: what it takes to load, it takes.
+        let watcher = Watcher::new(started.group, budget);
         let url = format!("http://127.0.0.1:{port}");
         let end = Instant::now() + patience;
         let endpoint = loop {
             if interrupted.load(Ordering::Relaxed) {
                 return Err(MeasureError::Stopped);
             }
-            if let Ok(Some(status)) = started.child.try_wait() {
+            let ended = started.child.try_wait();
+            if let Some(what) = watcher.seen.exceeded.get() {
+                return Err(MeasureError::Server(format!("{}: ended for taking {what}", arm.name)));
+            }
+            if let Ok(Some(status)) = ended {
                 return Err(MeasureError::Server(format!(
                     "{}: the server's command ended with {status} before it answered; {}",
                     arm.name,
@@ -131,43 +140,62 @@ impl Server {
                     ))
                 )));
             }
-            match Endpoint::connect(&url, key.clone(), None) {
+            match connect(&url) {
                 Ok(endpoint) => break endpoint,
+                Err(MeasureError::Denied(e)) => {
+                    return Err(MeasureError::Denied(format!("{}: {e}; give its key", arm.name)));
+                }
                 Err(e) if Instant::now() > end => return Err(e),
                 Err(_) => std::thread::sleep(Duration::from_millis(200)),
             }
         };
-        let (group, seen) = (started.group, Arc::clone(&watched));
-        let watcher = std::thread::spawn(move || watch(group, budget, &seen));
-        Ok(Self { endpoint, started: Some(started), watched, watcher: Some(watcher) })
+        Ok(Self { endpoint, started: Some(started), watcher: Some(watcher) })
+    }
+
+    fn seen(&self, what: impl Fn(&Watched) -> &AtomicU64) -> Option<u64> {
+        self.watcher.as_ref().map(|w| what(&w.seen).load(Ordering::Relaxed))
     }
 
     /// Most resident memory of a server started here, MiB.
     pub fn peak_ram_mib(&self) -> Option<u64> {
-        self.started.as_ref().map(|_| self.watched.ram.load(Ordering::Relaxed))
+        self.seen(|w| &w.ram)
     }
 
     /// Most GPU memory in use while it ran, MiB, where a driver tells.
     pub fn peak_vram_mib(&self) -> Option<u64> {
-        Some(self.watched.vram.load(Ordering::Relaxed)).filter(|v| *v > 0)
+        self.seen(|w| &w.vram).filter(|v| *v > 0)
     }
 
     /// Highest clock of the GPU's multiprocessors while it ran, MHz, where a driver tells.
     pub fn peak_sm_mhz(&self) -> Option<u64> {
-        Some(self.watched.sm_mhz.load(Ordering::Relaxed)).filter(|v| *v > 0)
+        self.seen(|w| &w.sm_mhz).filter(|v| *v > 0)
     }
 
     /// What it took beyond its budget; it was ended then.
     pub fn exceeded(&self) -> Option<&str> {
-        self.watched.exceeded.get().map(String::as_str)
+        self.watcher.as_ref()?.seen.exceeded.get().map(String::as_str)
     }
 }
 
-impl Drop for Server {
+/// The thread that watches a group, until it is dropped.
+struct Watcher {
+    seen: Arc<Watched>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watcher {
+    fn new(group: Pid, budget: Budget) -> Self {
+        let seen = Arc::new(Watched::default());
+        let watched = Arc::clone(&seen);
+        Self { seen, thread: Some(std::thread::spawn(move || watch(group, budget, &watched))) }
+    }
+}
+
+impl Drop for Watcher {
     fn drop(&mut self) {
-        self.watched.stop.store(true, Ordering::Relaxed);
-        if let Some(w) = self.watcher.take() {
-            let _ = w.join();
+        self.seen.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
         }
     }
 }
