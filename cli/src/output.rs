@@ -1,6 +1,7 @@
 //! Where text goes: results to stdout, everything else to stderr; and the few shapes that results have.
 
 use crate::target::Target;
+use infernix_measure::redact;
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
 
@@ -190,14 +191,20 @@ pub(crate) fn bytes(n: u64) -> String {
     if unit == 0 { format!("{n} B") } else { format!("{value:.2} {}", UNITS[unit]) }
 }
 
-/// What was typed, with the names of files instead of their places: where they lie on this machine is nobody's business.
+/// What was typed, without secrets and with the names of files instead of their places: where they lie on this machine is
+/// nobody's business.
 pub(crate) fn command_line() -> String {
-    let quoted = |argument: String| {
-        let text = argument.split(' ').map(bare).collect::<Vec<_>>().join(" ");
+    shown(std::env::args())
+}
+
+fn shown(arguments: impl Iterator<Item = String>) -> String {
+    let quoted = |text: String| {
         let quote = if text.contains('\'') { '"' } else { '\'' };
         if text.contains(' ') { format!("{quote}{text}{quote}") } else { text }
     };
-    std::env::args().map(quoted).collect::<Vec<_>>().join(" ")
+    // Secrets first: one with a slash in it is no path.
+    let text = redact::command(&arguments.map(quoted).collect::<Vec<_>>().join(" "));
+    text.split(' ').map(bare).collect::<Vec<_>>().join(" ")
 }
 
 /// A word whose path is cut to its last part; an address, and what stands before a path (`NAME=`, a quote), stay.
@@ -222,6 +229,14 @@ mod tests {
         assert_eq!(bare("'/x/y'"), "'y'");
         assert_eq!(bare("a=http://h:1/v1"), "a=http://h:1/v1");
         assert_eq!(bare("--scale"), "--scale");
+    }
+
+    #[test]
+    fn a_command_line_keeps_no_secret_and_no_folder() {
+        let typed =
+            ["/bin/infernix", "replay", "--arms", "x=/opt/serve '/m/a b' --api-key a/b= --port {port}"];
+        let text = shown(typed.iter().map(ToString::to_string));
+        assert_eq!(text, "infernix replay --arms \"x=serve 'a b' --api-key *** --port {port}\"");
     }
 
     #[test]

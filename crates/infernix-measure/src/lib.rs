@@ -18,6 +18,7 @@ mod logits;
 mod page;
 pub mod paired;
 mod ppl;
+pub mod redact;
 pub mod reference;
 pub mod replay;
 mod report;

@@ -7,6 +7,7 @@ pub mod sse;
 pub use answer::{Answer, Grammar, ToolCall, Usage};
 
 use crate::error::{MeasureError, Result};
+use crate::redact;
 use serde_json::{Value, json};
 use std::io::{BufReader, Read};
 use std::sync::Arc;
@@ -126,7 +127,8 @@ impl Endpoint {
         let base = url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base).to_owned();
         if !base.starts_with("http://") && !base.starts_with("https://") {
-            return Err(MeasureError::Server(format!("{url:?} is no http:// or https:// address")));
+            let shown = redact::address(url);
+            return Err(MeasureError::Server(format!("{shown:?} is no http:// or https:// address")));
         }
         let agent: ureq::Agent = ureq::Agent::config_builder()
             .http_status_as_error(false)
@@ -153,15 +155,15 @@ impl Endpoint {
         if path { self.model.rsplit('/').next().unwrap_or(&self.model) } else { &self.model }
     }
 
-    /// Scheme, host and port.
-    pub fn base(&self) -> &str {
-        &self.base
+    /// Scheme, host and port, for reports: without a user's name and password.
+    pub fn base(&self) -> String {
+        redact::address(&self.base)
     }
 
     fn first_model(&self) -> Result<String> {
         let models = self.get_json("/v1/models")?;
         let id = models.pointer("/data/0/id").and_then(Value::as_str);
-        id.map(str::to_owned).ok_or_else(|| MeasureError::Server(format!("{} lists no model", self.base)))
+        id.map(str::to_owned).ok_or_else(|| MeasureError::Server(format!("{} lists no model", self.base())))
     }
 
     /// Largest context that the server's model list states, under the names that servers use.
@@ -180,7 +182,7 @@ impl Endpoint {
     pub fn get_json(&self, path: &str) -> Result<Value> {
         let text = self.get_text(path)?;
         serde_json::from_str(&text)
-            .map_err(|e| MeasureError::Server(format!("{}{path} answers no JSON: {e}", self.base)))
+            .map_err(|e| MeasureError::Server(format!("{}{path} answers no JSON: {e}", self.base())))
     }
 
     /// A text by GET.
@@ -189,7 +191,8 @@ impl Endpoint {
     /// No connection, a status other than 200.
     pub fn get_text(&self, path: &str) -> Result<String> {
         let url = format!("{}{path}", self.base);
-        let fail = |e: String| MeasureError::Server(format!("{url}: {e}"));
+        let fail =
+            |e: String| MeasureError::Server(format!("{}{path}: {}", self.base(), redact::address(&e)));
         let mut request = self.agent.get(&url).config().timeout_global(Some(self.get_limit)).build();
         if let Some(key) = &self.key {
             request = request.header("authorization", format!("Bearer {key}"));
@@ -205,7 +208,9 @@ impl Endpoint {
             .map_err(|e| fail(e.to_string()))?;
         match status {
             200 => Ok(text),
-            401 | 403 => Err(MeasureError::Denied(format!("{url}: status {status}: {}", start(&text)))),
+            401 | 403 => {
+                Err(MeasureError::Denied(format!("{}{path}: status {status}: {}", self.base(), start(&text))))
+            }
             _ => Err(fail(format!("status {status}: {}", start(&text)))),
         }
     }
@@ -217,7 +222,13 @@ impl Endpoint {
     }
 
     /// The same, broken off between pieces once `gone` is set.
-    pub(crate) fn stream_unless(&self, path: &str, body: &Value, limit: Duration, gone: &AtomicBool) -> Exchange {
+    pub(crate) fn stream_unless(
+        &self,
+        path: &str,
+        body: &Value,
+        limit: Duration,
+        gone: &AtomicBool,
+    ) -> Exchange {
         let mut body = body.clone();
         body["model"] = json!(self.model);
         body["stream"] = json!(true);
@@ -354,7 +365,7 @@ fn network(e: ureq::Error) -> Failure {
     match e {
         ureq::Error::Timeout(_) => Failure::Timeout,
         ureq::Error::Io(e) => io(e),
-        e => Failure::Network(e.to_string()),
+        e => Failure::Network(redact::address(&e.to_string())),
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::bench::gpu::Gpu;
 use crate::client::{Endpoint, Pending};
 use crate::error::{MeasureError, Result};
+use crate::redact;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process_group, test_kill_process_group, waitpid};
 use std::fs::File;
 use std::io::Write as _;
@@ -39,7 +40,7 @@ impl Arm {
     /// # Errors
     /// No name, no target, or a command without `{port}`.
     pub fn parse(text: &str) -> Result<Self> {
-        let fail = |what: &str| MeasureError::Options(format!("arm {text:?}: {what}"));
+        let fail = |what: &str| MeasureError::Options(format!("arm {:?}: {what}", redact::command(text)));
         let (name, target) = text.split_once('=').ok_or_else(|| fail("NAME=URL or NAME=COMMAND expected"))?;
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_.+ ".contains(c);
         if name.trim().is_empty() || !name.chars().all(plain) {
@@ -81,7 +82,7 @@ pub struct Server {
     pub endpoint: Endpoint,
     /// Before the server, so that nothing is watched that is being ended.
     watcher: Option<Watcher>,
-    started: Option<Started>,
+    _started: Option<Started>,
 }
 
 impl Server {
@@ -104,7 +105,7 @@ impl Server {
         let command = match &arm.target {
             Target::Url(url) => {
                 let endpoint = connect(url)?;
-                return Ok(Self { endpoint, started: None, watcher: None });
+                return Ok(Self { endpoint, watcher: None, _started: None });
             }
             Target::Command(command) => command,
         };
@@ -149,7 +150,7 @@ impl Server {
                 Err(_) => std::thread::sleep(Duration::from_millis(200)),
             }
         };
-        Ok(Self { endpoint, started: Some(started), watcher: Some(watcher) })
+        Ok(Self { endpoint, watcher: Some(watcher), _started: Some(started) })
     }
 
     fn seen(&self, what: impl Fn(&Watched) -> &AtomicU64) -> Option<u64> {
