@@ -4,7 +4,7 @@ use super::load::api_key;
 use crate::args::{Profile, RecordArgs, ReplayArgs, ReplayMode, TextsArg};
 use crate::output::{self, usage};
 use crate::{INTERRUPTED, Outcome};
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use infernix_measure::bench::machine::Machine;
 use infernix_measure::replay::record::{self, Texts};
 use infernix_measure::replay::{
@@ -12,8 +12,7 @@ use infernix_measure::replay::{
     Target, agentic, page, play, proxy,
 };
 use serde_json::json;
-use std::io::{Read as _, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -148,26 +147,17 @@ fn not_played(arm: &Arm, seed: u64, why: String) -> Played {
 
 fn record(args: &RecordArgs) -> anyhow::Result<Outcome> {
     let path = &args.output;
-    // Prompts are private: the file is the user's own, and made before anything is recorded.
-    let mut file = std::fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-        .with_context(|| format!("{}: creating the scenario", path.display()))?;
+    // Before anything is recorded.
+    record::check_place(path)?;
+    let recorder = proxy::Recorder::bind(&args.upstream, args.listen)?;
     output::note(&format!(
         "set the agent's base URL to http://{}/v1; Ctrl-C ends the recording",
-        args.listen
+        recorder.address()
     ));
-    let recorded = proxy::record(&args.upstream, args.listen, &INTERRUPTED, output::note);
-    let recorded = match recorded {
-        Ok(r) if !r.is_empty() => r,
-        other => {
-            let _ = std::fs::remove_file(path);
-            other?;
-            anyhow::bail!("no chat completion passed; nothing is written");
-        }
-    };
+    let recorded = recorder.run(&INTERRUPTED, output::note)?;
+    if recorded.is_empty() {
+        bail!("no chat completion passed; nothing is written");
+    }
     let texts = match args.texts {
         TextsArg::Keep => Texts::Keep,
         TextsArg::Hash => Texts::Hash,
@@ -177,8 +167,12 @@ fn record(args: &RecordArgs) -> anyhow::Result<Outcome> {
     std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key)).context("drawing a key")?;
     let name = file_part(&path.display().to_string());
     let plan = record::plan(name.trim_end_matches(".json"), &recorded, texts, key);
-    file.write_all(serde_json::to_string(&plan)?.as_bytes())
-        .with_context(|| format!("{}: writing the scenario", path.display()))?;
+    if let Err(e) = record::save(path, &plan) {
+        // What an agent did cannot be recorded once more.
+        output::print(&format!("{}\n", serde_json::to_string(&plan)?))?;
+        return Err(anyhow::Error::from(e).context("the scenario is printed instead"));
+    }
+    output::note(&format!("wrote {}", path.display()));
     let c = plan.counts();
     output::note(&format!(
         "{} sessions, {} requests; plan {}",

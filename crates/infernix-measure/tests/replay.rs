@@ -313,16 +313,12 @@ fn load_counts_failures_by_their_cause() {
 fn recorded_traffic_plays_again() {
     use infernix_measure::replay::{proxy, record};
     let server = fake(Fault::None, 0);
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
-    drop(listener);
+    let recorder = proxy::Recorder::bind(&server.url, "127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = recorder.address();
     let stop = Arc::new(AtomicBool::new(false));
-    let (url, stopped) = (server.url.clone(), Arc::clone(&stop));
-    let recorder = std::thread::spawn(move || proxy::record(&url, address, &stopped, |_| {}).unwrap());
-    let client = (0..100).find_map(|_| {
-        std::thread::sleep(Duration::from_millis(20));
-        Endpoint::connect(&format!("http://{address}"), Some("secret".into()), None).ok()
-    });
+    let stopped = Arc::clone(&stop);
+    let recorder = std::thread::spawn(move || recorder.run(&stopped, |_| {}).unwrap());
+    let client = Endpoint::connect(&format!("http://{address}"), Some("secret".into()), None);
     let client = client.expect("the recorder passes the model list on");
     assert_eq!(client.model(), "fake");
     let mut messages = vec![json!({ "role": "user", "content": "one" })];
@@ -345,5 +341,5 @@ fn recorded_traffic_plays_again() {
         RunOptions { timeout: Duration::from_secs(5), interrupted: &go_on, omit: &[], progress: &|_| {} };
     assert_eq!(play(&plan, &endpoint, options).rows.len(), 2);
     let away = "0.0.0.0:1".parse().unwrap();
-    assert!(proxy::record(&server.url, away, &go_on, |_| {}).is_err(), "a recorder never listens elsewhere");
+    assert!(proxy::Recorder::bind(&server.url, away).is_err(), "a recorder never listens elsewhere");
 }

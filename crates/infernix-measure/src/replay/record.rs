@@ -4,9 +4,14 @@
 use super::observe::Observation;
 use super::persona::Persona;
 use super::plan::{Actor, Class, FULL_CONTEXT, Op, PLAN_VERSION, Plan, Turn};
+use crate::error::{MeasureError, Result};
 use crate::load::rng::Rng;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
 
 /// One request as it passed.
 #[derive(Clone, Debug)]
@@ -19,6 +24,38 @@ pub struct Recorded {
     pub body: Value,
     /// Whether the client broke it off.
     pub aborted: bool,
+}
+
+/// Refuses a name under which a scenario could not be saved in the end: one that is taken, or where nothing can be written.
+///
+/// # Errors
+/// Why not.
+pub fn check_place(path: &Path) -> Result<()> {
+    crate::files::check_free(path, false)?;
+    let partial = crate::files::partial(path);
+    File::create_new(&partial).map_err(MeasureError::io(path, "creating the scenario"))?;
+    std::fs::remove_file(&partial).map_err(MeasureError::io(&partial, "removing"))
+}
+
+/// Saves a scenario under a name that is free. Prompts are private: the file is its owner's alone.
+///
+/// # Errors
+/// A name that is taken by now, a disk that is full; nothing is left then.
+pub fn save(path: &Path, plan: &Plan) -> Result<()> {
+    crate::files::check_free(path, false)?;
+    let partial = crate::files::partial(path);
+    let mut options = File::options();
+    options.write(true).create_new(true).mode(0o600);
+    let mut file = options.open(&partial).map_err(MeasureError::io(path, "creating the scenario"))?;
+    let text = serde_json::to_string(plan).unwrap_or_default();
+    let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
+    let saved = written
+        .map_err(MeasureError::io(path, "writing the scenario"))
+        .and_then(|()| crate::files::publish(&partial, path));
+    if saved.is_err() {
+        let _ = std::fs::remove_file(&partial);
+    }
+    saved
 }
 
 /// What becomes of texts.
@@ -135,7 +172,9 @@ pub fn plan(name: &str, requests: &[Recorded], texts: Texts, key: [u8; 32]) -> P
             continue;
         }
         let tools = r.body["tools"].as_array().cloned().unwrap_or_default();
-        let max_tokens = ["max_completion_tokens", "max_tokens"].iter().find_map(|k| r.body[*k].as_u64());
+        let max_tokens = ["max_completion_tokens", "max_tokens"]
+            .iter()
+            .find_map(|k| r.body[*k].as_u64().filter(|n| *n > 0));
         let max_tokens = max_tokens.map_or(64_000, |n| usize::try_from(n).unwrap_or(64_000));
         longest = longest.max(r.body.to_string().len());
         let known = threads.iter_mut().filter(|t| t.system == system && goes_on(&t.messages, &messages));
