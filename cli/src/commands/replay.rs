@@ -8,19 +8,13 @@ use anyhow::{Context as _, bail};
 use infernix_measure::bench::machine::Machine;
 use infernix_measure::replay::record::{self, Texts};
 use infernix_measure::replay::{
-    Arm, Budget, Corpus, FULL_CONTEXT, Plan, PlanOptions, Played, Report, Row, Run, RunOptions, Server,
+    Arm, Budget, Corpus, FULL_CONTEXT, MAX_CONTEXT, MIN_CONTEXT, Plan, PlanOptions, Played, Report, Row, Run, RunOptions, Server,
     Target, agentic, page, play, proxy,
 };
 use serde_json::json;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-
-/// Least context that the scenario's floors fit into.
-const MIN_CONTEXT: usize = 2048;
-
-/// Most: texts are cut from the corpus over and over beyond it.
-const MAX_CONTEXT: usize = 16 * FULL_CONTEXT;
 
 pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
     if let Some(ReplayMode::Record(args)) = &args.mode {
@@ -220,7 +214,7 @@ fn stored(args: &ReplayArgs) -> anyhow::Result<Option<Plan>> {
     let text = std::fs::read_to_string(&path)
         .with_context(|| format!("{}: no scenario of this name, and no file", path.display()))?;
     let plan: Plan = serde_json::from_str(&text).with_context(|| format!("{}: no plan", path.display()))?;
-    plan.check().map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))?;
+    plan.check().map_err(|e| anyhow::anyhow!("{}: no plan: {e}", path.display()))?;
     let own_scale = f64::from(plan.scale_milli) / 1000.0;
     let scaled = args.profile.is_some() || args.scale.is_some();
     let other = [

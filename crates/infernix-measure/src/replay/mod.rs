@@ -16,6 +16,6 @@ pub mod runner;
 
 pub use arms::{Arm, Budget, Server, Target, kill_servers};
 pub use corpus::Corpus;
-pub use plan::{FULL_CONTEXT, Plan, PlanOptions, agentic};
+pub use plan::{FULL_CONTEXT, MAX_CONTEXT, MIN_CONTEXT, Plan, PlanOptions, agentic};
 pub use report::{Played, Report};
 pub use runner::{Row, Run, RunOptions, play};

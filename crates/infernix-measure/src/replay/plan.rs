@@ -11,6 +11,12 @@ use serde::{Deserialize, Serialize};
 
 /// The context that token counts are stated for.
 pub const FULL_CONTEXT: usize = 262_144;
+/// Least context that the scenario's floors fit into.
+pub const MIN_CONTEXT: usize = 2048;
+/// Most: texts are cut from the corpus over and over beyond it.
+pub const MAX_CONTEXT: usize = 16 * FULL_CONTEXT;
+/// Longest pause or wait of a plan, seconds: a week.
+const LONGEST: f64 = 604_800.0;
 /// Version of the plan's format and of the scenario's rules; the hash covers it.
 pub const PLAN_VERSION: u32 = 1;
 
@@ -205,41 +211,79 @@ impl Plan {
         blake3::hash(text.as_bytes()).to_hex().to_string()
     }
 
-    /// Whether a plan from a file can be played: its version, and that every name it uses is there.
+    /// Whether a plan from a file can be played: its version, that every name it uses is there and means one thing, and that
+    /// no number is one that no plan made here has.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// What is wrong with it, and where.
     pub fn check(&self) -> Result<(), String> {
         if self.version != PLAN_VERSION {
             return Err(format!("plan version {}, this program plays {PLAN_VERSION}", self.version));
         }
-        let signals: Vec<&str> = self
-            .ops()
-            .filter_map(|(_, o)| if let Op::Signal { name } = o { Some(name.as_str()) } else { None })
-            .collect();
-        for (actor, op) in self.ops() {
-            let missing = match op {
-                Op::Wait { name } if !signals.contains(&name.as_str()) => {
-                    Some(format!("waits for {name}, which nobody signals"))
-                }
-                Op::Spawn { actors } => {
-                    let lost = actors.iter().find(|n| {
-                        !self.actors.iter().any(|a| &a.name == *n && !a.top && a.name != actor.name)
-                    });
-                    lost.map(|n| format!("spawns {n}, which is no subagent of the plan"))
-                }
-                Op::SideCall { persona, .. } if !self.personas.contains_key(persona) => {
-                    Some(format!("asks {persona}, which the plan does not have"))
-                }
-                _ => None,
-            };
-            if let Some(what) = missing {
-                return Err(format!("{} {what}", actor.name));
+        if !(MIN_CONTEXT..=MAX_CONTEXT).contains(&self.context) {
+            return Err(format!("context {}, not {MIN_CONTEXT} to {MAX_CONTEXT}", self.context));
+        }
+        for (i, actor) in self.actors.iter().enumerate() {
+            let name = &actor.name;
+            if self.actors[..i].iter().any(|a| a.name == *name) {
+                return Err(format!("two actors are named {name}"));
+            }
+            if !self.personas.contains_key(&actor.persona) {
+                return Err(format!("{name} is a {}, which the plan does not have", actor.persona));
+            }
+            let spawns = self.ops().filter(|(a, op)| {
+                a.name != *name && matches!(op, Op::Spawn { actors } if actors.contains(name))
+            });
+            let (spawns, wanted) = (spawns.count(), usize::from(!actor.top));
+            if spawns != wanted {
+                return Err(format!("{name} is spawned {spawns} times, not {wanted}"));
+            }
+            for (n, op) in actor.ops.iter().enumerate() {
+                self.check_op(actor, op).map_err(|e| format!("{name}, op {n}: {e}"))?;
             }
         }
-        match self.actors.iter().find(|a| !self.personas.contains_key(&a.persona)) {
-            Some(a) => Err(format!("{} is a {}, which the plan does not have", a.name, a.persona)),
-            None => Ok(()),
+        if !self.actors.iter().any(|a| a.top) {
+            return Err("no session".into());
+        }
+        Ok(())
+    }
+
+    fn check_op(&self, actor: &Actor, op: &Op) -> Result<(), String> {
+        let time = |what: &str, v: f64, least: f64| {
+            let fits = (least..=LONGEST).contains(&v);
+            if fits { Ok(()) } else { Err(format!("{what} {v:?}, not {least} to {LONGEST} seconds")) }
+        };
+        let room = |n: usize| if n > 0 { Ok(()) } else { Err("max_tokens 0".to_owned()) };
+        match op {
+            Op::Request(t) => {
+                time("delay", t.delay, 0.0)?;
+                t.abort_after.map_or(Ok(()), |s| time("abort_after", s, 0.001))?;
+                room(t.max_tokens)
+            }
+            Op::Retry { delay, max_tokens } => {
+                time("delay", *delay, 0.0)?;
+                room(*max_tokens)
+            }
+            Op::SideCall { persona, .. } if !self.personas.contains_key(persona) => {
+                Err(format!("asks {persona}, which the plan does not have"))
+            }
+            Op::SideCall { max_tokens, .. } | Op::Compact { max_tokens, .. } => room(*max_tokens),
+            Op::Wait { name } => {
+                let signals = |o: &Op| matches!(o, Op::Signal { name: n } if n == name);
+                match self.ops().any(|(_, o)| signals(o)) {
+                    true => Ok(()),
+                    false => Err(format!("waits for {name}, which nobody signals")),
+                }
+            }
+            Op::Spawn { actors } => {
+                let subagent =
+                    |n: &String| self.actors.iter().any(|a| a.name == *n && !a.top && a.name != actor.name);
+                match actors.iter().find(|n| !subagent(n)) {
+                    Some(n) => Err(format!("spawns {n}, which is no subagent of the plan")),
+                    None => Ok(()),
+                }
+            }
+            Op::Signal { .. } | Op::Lockstep | Op::ClearToolResults { .. } => Ok(()),
         }
     }
 
@@ -657,6 +701,57 @@ mod tests {
         assert_ne!(a.hash(), other.hash());
         let back: Plan = serde_json::from_str(&serde_json::to_string(&a).unwrap()).unwrap();
         assert_eq!(back.hash(), a.hash());
+    }
+
+    #[test]
+    fn damaged_plans_are_refused_with_the_place() {
+        let good = plan(0.5, 4096);
+        good.check().unwrap();
+        plan(1.0, MIN_CONTEXT).check().unwrap();
+        let refused = |words: &str, damage: &dyn Fn(&mut Plan)| {
+            let mut p = good.clone();
+            damage(&mut p);
+            let e = p.check().unwrap_err();
+            assert!(e.contains(words), "{words:?} in {e:?}");
+        };
+        // The first op of A is a request.
+        let first = |p: &mut Plan, damage: &dyn Fn(&mut Turn)| {
+            let a = p.actors.iter_mut().find(|a| a.name == "A").unwrap();
+            let Op::Request(turn) = &mut a.ops[0] else { panic!("a request") };
+            damage(turn);
+        };
+        for bad in [-1.0, -0.001, 0.0, 1e300, f64::NAN, f64::INFINITY] {
+            refused("A, op 0: abort_after", &|p| first(p, &|t| t.abort_after = Some(bad)));
+        }
+        for bad in [-5.0, 1e300, f64::NAN] {
+            refused("A, op 0: delay", &|p| first(p, &|t| t.delay = bad));
+        }
+        refused("A, op 0: max_tokens 0", &|p| first(p, &|t| t.max_tokens = 0));
+        refused("context 5,", &|p| p.context = 5);
+        refused("context", &|p| p.context = usize::MAX);
+        refused("two actors are named", &|p| p.actors.extend_from_within(..1));
+        refused("no session", &|p| p.actors.clear());
+        refused("is spawned 1 times, not 0", &|p| p.actors.iter_mut().for_each(|a| a.top = true));
+        for (op, words) in [
+            (Op::Wait { name: "x".into() }, "waits for x"),
+            (Op::Spawn { actors: vec!["x".into()] }, "spawns x"),
+            (Op::Retry { delay: -1.0, max_tokens: 1 }, "delay -1"),
+            (Op::Retry { delay: 0.0, max_tokens: 0 }, "max_tokens 0"),
+            (Op::Compact { instruction: "".into(), summary: "".into(), max_tokens: 0 }, "max_tokens 0"),
+            (
+                Op::SideCall { persona: "x".into(), instruction: "".into(), max_tokens: 1 },
+                "asks x, which the plan does not have",
+            ),
+        ] {
+            refused(words, &|p| p.actors.iter_mut().filter(|a| a.top).for_each(|a| a.ops.push(op.clone())));
+        }
+        // Two subagents that spawn each other would never end.
+        refused("is spawned 2 times, not 1", &|p| {
+            for (name, other) in [("explore-1", "explore-2"), ("explore-2", "explore-1")] {
+                let sub = p.actors.iter_mut().find(|a| a.name == name).unwrap();
+                sub.ops.push(Op::Spawn { actors: vec![other.into()] });
+            }
+        });
     }
 
     #[test]
