@@ -252,10 +252,10 @@ pub(crate) struct ReplayArgs {
     /// Play the first arm again after the others, to see drift
     #[arg(long)]
     pub(crate) aba: bool,
-    /// Folder for plans, rows, server output and reports
+    /// Folder for plans, rows, server output and reports; it must not hold another run
     #[arg(long, short, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
-    /// Most resident memory of a server started here; it is ended above it
+    /// Most resident memory of a server started here, from its start; it is ended above it
     #[arg(long, value_name = "MIB")]
     pub(crate) ram_budget_mib: Option<u64>,
     /// Most GPU memory in use while a server started here runs

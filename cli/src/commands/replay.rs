@@ -8,13 +8,16 @@ use anyhow::{Context as _, bail};
 use infernix_measure::bench::machine::Machine;
 use infernix_measure::replay::record::{self, Texts};
 use infernix_measure::replay::{
-    Arm, Budget, Corpus, FULL_CONTEXT, MAX_CONTEXT, MIN_CONTEXT, Plan, PlanOptions, Played, Report, Row, Run, RunOptions, Server,
-    Target, agentic, page, play, proxy,
+    Arm, Budget, Corpus, FULL_CONTEXT, MAX_CONTEXT, MIN_CONTEXT, Plan, PlanOptions, Played, Report, Row, Run,
+    RunOptions, Server, Target, agentic, page, play, proxy,
 };
 use serde_json::json;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+/// Files of a run's folder, beside the folders of its arms.
+const REPORTS: [&str; 3] = ["summary.json", "report.md", "report.html"];
 
 pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
     if let Some(ReplayMode::Record(args)) = &args.mode {
@@ -39,6 +42,9 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
         return Err(usage(format!("--seed-list names {} twice", twice.1)));
     }
     if let Some(out) = &args.out {
+        if !args.dry_run {
+            spare_another_run(out)?;
+        }
         std::fs::create_dir_all(out).with_context(|| format!("{}: creating the folder", out.display()))?;
     }
     let budget = Budget { ram_mib: args.ram_budget_mib, vram_mib: args.vram_budget_mib };
@@ -49,13 +55,18 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
         let plans = plans.map_or_else(|| make_plans(args, &seeds, context.unwrap_or(FULL_CONTEXT)), Ok)?;
         return dry_run(args, &plans);
     }
+    if let (None, Some(wanted)) = (&plans, context) {
+        // A context that no plan has is refused before a server is started.
+        plans = Some(make_plans(args, &seeds, wanted)?);
+    }
     // All seeds of an arm in one life of its server, arm by arm; the first arm once more for --aba.
     let mut order: Vec<&Arm> = arms.iter().collect();
     if args.aba {
         order.push(&arms[0]);
     }
     let mut played = Vec::new();
-    // What was played is reported, whatever ends the rest: an arm that does not start, Ctrl-C, a disk that fills up.
+    // What was played is reported, whatever ends the rest: an arm that does not start, Ctrl-C, a disk that fills up. Why an
+    // arm did not play to its end is in the report, what this machine could not do is not.
     let mut failure = None;
     for (i, arm) in order.iter().enumerate() {
         if INTERRUPTED.load(std::sync::atomic::Ordering::Relaxed) {
@@ -73,11 +84,18 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
             Err(e) => {
                 output::warn(&e.to_string());
                 played.extend(seeds.iter().map(|&seed| not_played(arm, seed, e.to_string())));
-                failure.get_or_insert(anyhow::Error::from(e));
                 continue;
             }
         };
         let limit = server.endpoint.context_limit().map(|l| usize::try_from(l).unwrap_or(FULL_CONTEXT));
+        if let Some(what) = server.exceeded() {
+            // What it says of its context, if it still said anything, is no limit of a plan.
+            played.extend(seeds.iter().map(|&seed| {
+                let none = not_played(arm, seed, String::new());
+                Played { exceeded: Some(what.to_owned()), peak_ram_mib: server.peak_ram_mib(), ..none }
+            }));
+            continue;
+        }
         // The first server's limit holds for all: every arm gets the same plan.
         let wanted = *context.get_or_insert(limit.unwrap_or(FULL_CONTEXT).min(FULL_CONTEXT));
         if let Some(limit) = limit.filter(|l| *l < wanted) {
@@ -85,10 +103,14 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
                 // A recorded plan counts on more than its texts may need.
                 output::warn(&format!("{} holds {limit} tokens, the plan counts on {wanted}", arm.name));
             } else {
-                return Err(usage(format!(
-                    "{} holds {limit} tokens; give --context {limit} or less",
-                    arm.name
-                )));
+                let why = format!("{} holds {limit} tokens; give --context {limit} or less", arm.name);
+                if played.is_empty() {
+                    return Err(usage(why));
+                }
+                // What other arms played took hours.
+                output::warn(&why);
+                played.extend(seeds.iter().map(|&seed| not_played(arm, seed, why.clone())));
+                continue;
             }
         }
         if plans.is_none() {
@@ -102,17 +124,16 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
                 output::warn(&output::error_text(&e));
                 failure.get_or_insert(e);
             }
-            let stopped = one.run.ended.clone().or_else(|| one.exceeded.clone());
+            let stopped = one.run.ended.is_some() || one.exceeded.is_some();
             played.push(one);
-            if let Some(why) = stopped {
+            if stopped {
                 // Its server is gone, or nobody waits for it.
-                failure.get_or_insert(anyhow::anyhow!("{}: {why}", arm.name));
                 break;
             }
         }
     }
-    if played.iter().all(|p| p.run.rows.is_empty()) {
-        return Err(failure.unwrap_or_else(|| anyhow::anyhow!("nothing was played")));
+    if played.is_empty() {
+        bail!("interrupted before anything was played");
     }
     let report = Report {
         command: output::command_line(),
@@ -123,6 +144,24 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<Outcome> {
     };
     let outcome = finish(args, &report)?;
     failure.map_or(Ok(outcome), Err)
+}
+
+/// Refuses a folder that holds another run, whose files would stand beside those of this one.
+fn spare_another_run(out: &Path) -> anyhow::Result<()> {
+    let Ok(entries) = std::fs::read_dir(out) else { return Ok(()) };
+    for name in entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned()) {
+        // `1-NAME` is the folder of an arm; a server that was started and asked nothing left its output there alone.
+        let arm = name.split_once('-').is_some_and(|(n, _)| n.parse::<usize>().is_ok());
+        let mut seeds = std::fs::read_dir(out.join(&name)).into_iter().flatten().flatten();
+        let played = arm && seeds.any(|e| e.file_name().to_string_lossy().starts_with("seed-"));
+        if played || REPORTS.contains(&name.as_str()) {
+            return Err(usage(format!(
+                "--out {}: another run is there ({name}); name another folder",
+                out.display()
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// An arm that did not start.
@@ -280,7 +319,7 @@ fn dry_run(args: &ReplayArgs, plans: &[Plan]) -> anyhow::Result<Outcome> {
 fn write_plan(folder: &Path, plan: &Plan) -> anyhow::Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("{}: creating the folder", folder.display()))?;
     let path = folder.join("plan.json");
-    std::fs::write(&path, serde_json::to_string(plan)?)
+    crate::target::write(&path, &serde_json::to_string(plan)?)
         .with_context(|| format!("{}: writing", path.display()))
 }
 
@@ -319,7 +358,8 @@ fn write_rows(folder: &Path, arm: &Arm, plan: &Plan, run: &Run) -> anyhow::Resul
     lines.extend(run.notes.iter().map(|n| {
         json!({ "arm": arm.name, "actor": n.actor, "event": n.event, "messages": n.messages }).to_string()
     }));
-    output::write_report(&folder.join("client.jsonl"), &(lines.join("\n") + "\n"))
+    let text: String = lines.into_iter().map(|line| line + "\n").collect();
+    output::write_report(&folder.join("client.jsonl"), &text)
 }
 
 fn finish(args: &ReplayArgs, report: &Report) -> anyhow::Result<Outcome> {
@@ -330,12 +370,8 @@ fn finish(args: &ReplayArgs, report: &Report) -> anyhow::Result<Outcome> {
         output::print(&report.to_markdown())?;
     }
     if let Some(out) = &args.out {
-        let files = [
-            ("summary.json", format!("{document:#}\n")),
-            ("report.md", report.to_markdown()),
-            ("report.html", page::html(report)),
-        ];
-        for (name, text) in files {
+        let texts = [format!("{document:#}\n"), report.to_markdown(), page::html(report)];
+        for (name, text) in REPORTS.iter().zip(texts) {
             output::write_report(&out.join(name), &text)?;
         }
     }

@@ -26,6 +26,9 @@ pub enum Kind {
     Count,
 }
 
+/// Unit of figures that are whole tokens of a run.
+pub(crate) const TOKENS: &str = "tokens";
+
 /// A figure of the report: key, label, unit, kind.
 pub type Figure = (&'static str, &'static str, &'static str, Kind);
 
@@ -37,8 +40,8 @@ pub const FIGURES: [Figure; 22] = [
     ("ttft_continuing_s", "Mean TTFT, continuing turns", "s", Kind::Relative),
     ("ttft_new_long_s", "Mean TTFT, new long prompts", "s", Kind::Relative),
     ("cache_share_pct", "Prompt tokens from cache", "%", Kind::Points),
-    ("prompt_tokens", "Prompt tokens", "", Kind::Relative),
-    ("prefilled_tokens", "Prompt tokens prefilled", "", Kind::Relative),
+    ("prompt_tokens", "Prompt tokens", TOKENS, Kind::Relative),
+    ("prefilled_tokens", "Prompt tokens prefilled", TOKENS, Kind::Relative),
     ("reprefilled_main", "Re-prefilled turns, sessions", "", Kind::Count),
     ("reprefilled_sub", "Re-prefilled turns, subagents", "", Kind::Count),
     ("prefill_cold_tok_s", "Prefill tok/s, no cache hit", "", Kind::Relative),
@@ -49,8 +52,8 @@ pub const FIGURES: [Figure; 22] = [
     ("rounds_s", "Decode rounds/s", "", Kind::Relative),
     ("tokens_per_round", "Tokens per round", "", Kind::Relative),
     ("draft_acceptance_pct", "Drafts accepted", "%", Kind::Points),
-    ("completion_tokens", "Completion tokens", "", Kind::Relative),
-    ("reasoning_tokens", "Of those, reasoning", "", Kind::Relative),
+    ("completion_tokens", "Completion tokens", TOKENS, Kind::Relative),
+    ("reasoning_tokens", "Of those, reasoning", TOKENS, Kind::Relative),
     ("context_guards", "Context guards", "", Kind::Count),
     ("wall_min", "Wall time", "min", Kind::Relative),
 ];
@@ -110,8 +113,11 @@ pub fn cold(run: &Run) -> HashSet<u32> {
 pub fn figures(run: &Run, main: &HashSet<String>, matched: &HashSet<u32>) -> Map<String, Value> {
     let rows = seen(run);
     let mut out = Map::new();
+    // Of a run in which nothing was answered there is nothing to say. A sum of nothing is -0, which adding 0 makes 0.
+    let answered = !rows.is_empty();
     let mut put = |key: &str, v: Option<f64>| {
-        out.insert(key.into(), v.filter(|x| x.is_finite()).map_or(Value::Null, |x| json!(x)));
+        let v = v.filter(|x| x.is_finite() && answered);
+        out.insert(key.into(), v.map_or(Value::Null, |x| json!(x + 0.0)));
     };
     let ttft = sorted(rows.iter().filter_map(Seen::ttft));
     put("ttft_mean_s", mean(ttft.iter().copied()));
@@ -324,6 +330,19 @@ mod tests {
             row.exchange.answer.timings = None;
         }
         assert!(of(&r)["rounds_s"].is_null(), "a server that counts nothing");
+    }
+
+    #[test]
+    fn a_run_without_an_answer_has_no_figures_and_no_sum_is_minus_zero() {
+        let of = |r: &Run| figures(r, &HashSet::new(), &HashSet::new());
+        let f = of(&Run { wall: 3.0, ..Run::default() });
+        assert_eq!(f.len(), FIGURES.len());
+        assert!(f.values().all(Value::is_null), "{f:?}");
+        let mut r = run();
+        r.rows.truncate(1);
+        for (key, value) in of(&r) {
+            assert!(value.as_f64().is_none_or(|v| v.is_sign_positive()), "{key}: {value}");
+        }
     }
 
     #[test]

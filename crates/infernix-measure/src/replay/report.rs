@@ -1,6 +1,6 @@
 //! A replay's result: JSON, Markdown, and the files of its folder.
 
-use super::metrics::{FIGURES, Kind, classes, cold, figures, intervals};
+use super::metrics::{FIGURES, Kind, TOKENS, classes, cold, figures, intervals};
 use super::plan::Plan;
 use super::runner::{Row, Run};
 use crate::bench::gpu::{Gpu, moved};
@@ -36,7 +36,9 @@ pub struct Played {
 impl Played {
     /// Why the run does not count, if it does not.
     pub fn invalid(&self) -> Vec<String> {
-        let mut reasons: Vec<String> = self.exceeded.iter().chain(&self.run.ended).cloned().collect();
+        // Who was ended for its memory answers no more: that is no reason of its own.
+        let ended = self.exceeded.as_ref().map(|what| format!("ended for taking {what}"));
+        let mut reasons: Vec<String> = ended.or_else(|| self.run.ended.clone()).into_iter().collect();
         let failed: Vec<String> = self
             .run
             .rows
@@ -219,7 +221,7 @@ impl Report {
             "invalid_reasons": invalid,
             "scenario": first.map(|p| &p.scenario),
             "corpus": first.map(|p| &p.corpus),
-            "plan_hash": self.plan_hash(),
+            "plan_hash": first.map(|_| self.plan_hash()),
             "seeds": self.plans.iter().map(|p| p.seed).collect::<Vec<_>>(),
             "scale": first.map(|p| f64::from(p.scale_milli) / 1000.0),
             "context": first.map(|p| p.context),
@@ -273,16 +275,20 @@ impl Report {
             row.extend(others.iter().map(change));
             let _ = writeln!(out, "| {} |", row.join(" | "));
         }
-        let c = self.plans.first();
+        let made = self.plans.first().map(|p| {
+            format!(
+                "{} of {} at scale {}, context {}, plan {}",
+                plural(self.plans.len(), "seed"),
+                p.scenario,
+                f64::from(p.scale_milli) / 1000.0,
+                p.context,
+                &self.plan_hash()[..16],
+            )
+        });
         let _ = writeln!(
             out,
-            "\n{} of {} at scale {}, context {}, plan {}; {}. Cells: mean over runs (least to greatest); times from the \
-             client's clock, counts from the servers.",
-            plural(self.plans.len(), "seed"),
-            c.map_or("-", |p| p.scenario.as_str()),
-            c.map_or(0.0, |p| f64::from(p.scale_milli) / 1000.0),
-            c.map_or(0, |p| p.context),
-            &self.plan_hash()[..16],
+            "\n{}; {}. Cells: mean over runs (least to greatest); times from the client's clock, counts from the servers.",
+            made.as_deref().unwrap_or("No plan was made"),
             self.machine.cpu,
         );
         if !self.omitted.is_empty() {
@@ -326,11 +332,12 @@ impl Report {
 pub(crate) fn show((mean, low, high): (f64, f64, f64), unit: &str, kind: Kind) -> String {
     let digits = match (unit, kind) {
         ("s" | "min", _) => 2,
-        (_, Kind::Count) => usize::from(mean.fract() != 0.0),
         _ if mean.abs() >= 1000.0 => 0,
+        (TOKENS, _) | (_, Kind::Count) => usize::from(mean.fract() != 0.0),
         _ => 1,
     };
-    let unit = if unit.is_empty() { String::new() } else { format!(" {unit}") };
+    // The label of a count says what is counted.
+    let unit = if unit.is_empty() || unit == TOKENS { String::new() } else { format!(" {unit}") };
     let range = if low < high { format!(" ({low:.digits$}-{high:.digits$})") } else { String::new() };
     format!("{mean:.digits$}{unit}{range}")
 }
