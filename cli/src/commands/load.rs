@@ -199,6 +199,10 @@ fn plan(args: &BenchServeArgs) -> anyhow::Result<Load> {
 }
 
 fn dataset(args: &BenchServeArgs) -> anyhow::Result<Dataset> {
+    let of_a_file = matches!(args.dataset_name, DatasetKind::Sharegpt | DatasetKind::Trace);
+    if args.dataset_path.is_some() && !of_a_file {
+        return Err(usage("--dataset-path: name its kind with --dataset-name sharegpt or trace"));
+    }
     let output = args.output_len.unwrap_or(128);
     let file = || args.dataset_path.clone().ok_or_else(|| usage("this dataset needs --dataset-path FILE"));
     Ok(match args.dataset_name {
@@ -288,6 +292,7 @@ pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
     // What was measured before a failure is printed all the same.
     if args.json.json {
         let mut doc = context::to_json(&endpoint, &rows, args.seed);
+        doc["error"] = json!(done.as_ref().err().map(ToString::to_string));
         doc["command_line"] = json!(output::command_line());
         doc["machine"] = Machine::this().to_json();
         output::print_json(&doc)?;

@@ -2,12 +2,21 @@
 
 use crate::Outcome;
 use crate::args::ReportArgs;
-use crate::output;
+use crate::output::{self, usage};
 use anyhow::Context as _;
 use infernix_measure::page;
 
 pub(crate) fn run(args: &ReportArgs) -> anyhow::Result<Outcome> {
     super::reports::check(std::slice::from_ref(&args.output), &[super::reports::Form::Page], &[])?;
+    for (i, path) in args.files.iter().enumerate() {
+        let same = |other: &&std::path::PathBuf| match (path.canonicalize(), other.canonicalize()) {
+            (Ok(a), Ok(b)) => a == b,
+            _ => path == *other,
+        };
+        if let Some(first) = args.files[..i].iter().find(same) {
+            return Err(usage(format!("{} and {} are one file", first.display(), path.display())));
+        }
+    }
     let mut documents = Vec::new();
     for path in &args.files {
         // A replay's document is known by its folder.

@@ -28,6 +28,14 @@ pub enum MeasureError {
         /// Expected and found.
         what: String,
     },
+    /// A file of requests that is not in its format.
+    #[error("{}: {what}", .path.display())]
+    Dataset {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and in which line.
+        what: String,
+    },
     /// Two things that must belong together do not.
     #[error("{what} differs: {expected} expected, {found} found; {advice}")]
     Mismatch {

@@ -191,7 +191,7 @@ fn read(file: &Path) -> Result<String> {
 }
 
 fn bad(file: &Path, what: impl Into<String>) -> MeasureError {
-    MeasureError::Format { path: file.to_owned(), offset: 0, what: what.into() }
+    MeasureError::Dataset { path: file.to_owned(), what: what.into() }
 }
 
 /// Tokens of a text without a tokenizer: about four bytes each.
@@ -339,7 +339,8 @@ mod tests {
         let (back, text) = (times("5", "4"), times("\"5\"", "6"));
         for wrong in ["", "{\"timestamp\":1}", "not json", &back, &text] {
             std::fs::write(&file, wrong).unwrap();
-            assert!(Dataset::Trace { file: file.clone() }.items(9, PLAIN, 1).is_err(), "{wrong:?}");
+            let e = Dataset::Trace { file: file.clone() }.items(9, PLAIN, 1).unwrap_err().to_string();
+            assert!(e.contains("t.jsonl: ") && !e.contains("byte"), "{wrong:?}: {e}");
         }
     }
 
