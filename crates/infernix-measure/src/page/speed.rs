@@ -189,6 +189,9 @@ fn replay(out: &mut String, files: &mut Vec<(String, String)>, group: &[Named<'_
     for (file, d) in group {
         for arm in d["arms"].as_array().into_iter().flatten() {
             let mut head = text_of(&arm["name"]);
+            if arm["valid"] == false {
+                head.push_str("<br><b>(invalid)</b>");
+            }
             if several {
                 let _ = write!(head, "<br><small>{}</small>", escape(file));
             }
@@ -249,7 +252,7 @@ mod tests {
         json!({
             "schema_version": 1, "command": "replay", "valid": false, "invalid_reasons": ["<b> failed"], "plan_hash": hash,
             "scenario": "agentic_ab", "scale": 0.1, "context": 4096, "seeds": [42, 43], "machine": { "cpu": cpu, "cores": 2 },
-            "arms": [{ "name": arm, "model": "m", "requests": 49, "failed": 1, "metrics": { "ttft_mean_s": ttft, "wall_min": null } }],
+            "arms": [{ "name": arm, "valid": arm != "theirs", "model": "m", "requests": 49, "failed": 1, "metrics": { "ttft_mean_s": ttft, "wall_min": null } }],
         })
     }
 
@@ -266,6 +269,8 @@ mod tests {
         for words in ["ours", "theirs", "a.json", "b.json", "1.25 s (1.00-1.50)", "Xeon", "EPYC", "2 seeds"] {
             assert!(first.contains(words), "{words}");
         }
+        assert!(first.contains("<th>theirs<br><b>(invalid)</b><br><small>b.json</small></th>"), "{first}");
+        assert!(first.contains("<th>ours<br><small>a.json</small></th>"), "{first}");
         assert!(html.contains("&lt;b&gt; failed") && !html.contains("<b> failed"));
         assert!(!html.contains("Wall time"), "a figure that nobody has takes no row");
     }
