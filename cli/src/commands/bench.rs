@@ -37,6 +37,9 @@ const LIMIT_PASSES: usize = 6;
 
 pub(crate) fn run(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     let tests = tests(args)?;
+    if args.profile.is_some() && !matches!(How::new(&args.model)?.backend, BackendKind::Cuda(_)) {
+        return Err(usage("--profile records what a CUDA device does; elsewhere use --breakdown"));
+    }
     let clock = Instant::now();
     let found = find(args, progress)?;
     if let Some(open) = &found.open {
@@ -232,7 +235,16 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
         let names: Vec<_> = GEOMETRIES.iter().map(|g| format!("  {}: {}", g.name, g.about)).collect();
         return Err(usage(format!("no geometry {name:?}; there are\n{}", names.join("\n"))));
     };
-    let geometry = args.synthetic_layers.map_or(geometry, |n| geometry.with_layers(n));
+    let geometry = match args.synthetic_layers {
+        None => geometry,
+        Some(n) => {
+            let all = geometry.config()?.layers.len() as u64;
+            if !(1..=all).contains(&n) {
+                return Err(usage(format!("--synthetic-layers {n}: {name} has 1 to {all}")));
+            }
+            geometry.with_layers(n)
+        }
+    };
     let geometry = args.synthetic_ngram_rows.map_or(geometry, |n| geometry.with_ngram_rows(n));
     let format = args.synthetic_format.as_deref().map_or(Ok(geometry.format), synthetic_format)?;
     let sizes = synthetic::sizes(&geometry, format)?;
@@ -497,7 +509,8 @@ fn device_report(
         backend.ledger().lines().into_iter().map(|(k, v)| (k, v.into())).collect();
     let mut profile = Value::Null;
     if let (Some(path), Some(p)) = (trace, backend.profile()) {
-        std::fs::write(path, serde_json::to_string(&p.trace())?)?;
+        crate::target::write(path, &serde_json::to_string(&p.trace())?)
+            .with_context(|| format!("{} cannot be written", path.display()))?;
         let totals = |decode| -> serde_json::Map<String, Value> {
             p.totals(decode).into_iter().map(|(k, v)| (k, (v.round() as u64).into())).collect()
         };

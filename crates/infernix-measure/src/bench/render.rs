@@ -68,6 +68,11 @@ pub struct Breakdown {
 }
 
 impl Subject {
+    /// The model's type in tables, which says when its weights are random: what they compute is no answer of a model.
+    fn shown_type(&self) -> String {
+        format!("{}{}", self.model_type, if self.synthetic { " (synthetic)" } else { "" })
+    }
+
     /// Rate at which decode reads weights, as a share of the measured limit; only for generation alone.
     pub fn share_of_limit(&self, m: &Measured) -> Option<f64> {
         let limit = self.read_limit?;
@@ -87,7 +92,7 @@ pub fn markdown(s: &Subject, tests: &[Measured]) -> String {
     for m in tests {
         let share = s.share_of_limit(m).map_or(String::new(), |x| format!("{:.0} %", 100.0 * x));
         let mut row = vec![
-            s.model_type.clone(),
+            s.shown_type(),
             format!("{:.2} MiB", s.bytes.bytes as f64 / f64::from(1 << 20)),
             format!("{:.2} M", s.bytes.parameters as f64 / 1e6),
             s.backend.clone(),
@@ -120,11 +125,10 @@ pub fn markdown(s: &Subject, tests: &[Measured]) -> String {
     if let Some(limit) = s.read_limit {
         let _ = writeln!(
             out,
-            "\nread limit: {:.1} GB/s with {} threads, measured in this run; decode reads {:.1} MB of weights a token{}",
+            "\nread limit: {:.1} GB/s with {} threads, measured in this run; decode reads {:.1} MB of weights a token",
             limit / 1e9,
             s.threads,
             s.bytes.bytes_per_token as f64 / 1e6,
-            if s.synthetic { "; synthetic weights" } else { "" },
         );
     }
     out
@@ -188,7 +192,7 @@ pub fn llama_object(s: &Subject, settings: Settings, m: &Measured) -> Value {
         "cpu_info": s.machine.cpu,
         "backends": s.backend,
         "model_filename": s.model,
-        "model_type": s.model_type,
+        "model_type": s.shown_type(),
         "model_size": s.bytes.bytes,
         "model_n_params": s.bytes.parameters,
         "n_batch": settings.prefill_chunk,
@@ -413,7 +417,24 @@ mod tests {
         let text = csv(&subject(), SETTINGS, &[m]);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0].split(',').count(), lines[1].split(",\"").count());
-        assert!(lines[1].contains("\"qwen3_5 \"\"q4\"\"\""));
+        assert!(lines[1].contains("\"qwen3_5 \"\"q4\"\" (synthetic)\""), "{text}");
+    }
+
+    #[test]
+    fn every_form_says_that_weights_are_random() {
+        let m = measured(0, 50);
+        let named = |s: &Subject| {
+            let tests = std::slice::from_ref(&m);
+            let forms = [
+                markdown(s, tests),
+                csv(s, SETTINGS, tests),
+                llama_object(s, SETTINGS, &m).to_string(),
+                document(s, SETTINGS, tests, &[]).to_string().replace("\"synthetic\":false", ""),
+            ];
+            forms.map(|text| text.contains("synthetic"))
+        };
+        assert_eq!(named(&Subject { read_limit: None, ..subject() }), [true; 4]);
+        assert_eq!(named(&Subject { synthetic: false, ..subject() }), [false; 4]);
     }
 
     #[test]
