@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Served, demo, finish, infernix, program, scratch};
+use common::{EMPTY, STREAM, Scripted, Served, demo, finish, infernix, program, scratch, signal};
 use serde_json::{Value, json};
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
@@ -278,6 +278,139 @@ fn ctrl_c_ends_a_run_against_a_server_that_hangs() {
     };
     drop(waiting);
     assert_eq!(code, Some(130));
+}
+
+const LOAD: [&str; 9] =
+    ["bench", "serve", "--num-prompts", "4", "--max-concurrency", "1", "--input-len", "8", "--url"];
+
+/// Links lead where they did, pipes and devices are still there, and each has the result.
+#[test]
+fn outputs_that_are_no_files_stay_what_they_are() {
+    let folder = scratch();
+    let server = Scripted::new(|_| Some(STREAM));
+    let at = |name: &str| folder.path().join(name);
+    let kind = |name: &str| at(name).symlink_metadata().expect("there").file_type();
+    std::os::unix::fs::symlink("real.json", at("link")).expect("a link");
+    let shell = |line: &str| Command::new("sh").args(["-c", line]).current_dir(folder.path()).status();
+    assert!(shell("mkfifo pipe").expect("sh").success());
+    // A device of its own, which only root can make.
+    let device = shell("mknod null c 1 3 2> no && echo > null").expect("sh").success();
+    let run = |output: &str| infernix(LOAD.iter().copied().chain([&*server.url, "-o", output])).ok();
+    for _ in 0..2 {
+        run(at("link").to_str().expect("UTF-8"));
+        assert!(kind("link").is_symlink());
+        let text = std::fs::read_to_string(at("real.json")).expect("written through the link");
+        assert!(text.contains("\"completed\": 4"), "{text}");
+    }
+    let pipe = at("pipe");
+    let reader = std::thread::spawn(move || std::fs::read_to_string(pipe).expect("read"));
+    run(at("pipe").to_str().expect("UTF-8"));
+    assert!(reader.join().expect("no panic").contains("\"completed\": 4"));
+    assert!(std::os::unix::fs::FileTypeExt::is_fifo(&kind("pipe")));
+    if device {
+        run(at("null").to_str().expect("UTF-8"));
+        assert!(std::os::unix::fs::FileTypeExt::is_char_device(&kind("null")));
+    }
+    assert!(run("/dev/stdout").stdout.contains("\"completed\": 4"));
+    assert!(shell("ls | grep -c partial").is_ok_and(|s| !s.success()), "nothing is left beside them");
+}
+
+#[test]
+fn a_context_length_without_an_answer_counts_for_nothing_and_is_named() {
+    // Two probes, an answer without text, a whole one.
+    let server = Scripted::new(|n| Some(if n == 2 { EMPTY } else { STREAM }));
+    let context = ["bench", "context", "--lengths", "100:2", "--url", &server.url];
+    let run = infernix(context).ends(1);
+    assert!(run.stdout.contains("| 1 of 2 |") && run.stdout.contains("without text"), "{}", run.stdout);
+    let server = Scripted::new(|n| Some(if n == 2 { EMPTY } else { STREAM }));
+    let doc =
+        infernix(["bench", "context", "--json", "--lengths", "100:2", "--url", &server.url]).ends(1).json();
+    assert!(doc["prompts"][0]["ttft_s"].is_null() && doc["prompts"][0]["decode_tok_s"].is_null(), "{doc}");
+    assert!(doc["prompts"][0]["error"].is_string() && doc["prompts"][1]["ttft_s"].is_f64(), "{doc}");
+    infernix(context.iter().chain(&["--output-len", "0"])).fails(2, &["--output-len"]);
+    let all = Scripted::new(|n| Some(if n > 2 { EMPTY } else { STREAM }));
+    let load = infernix(LOAD.iter().copied().chain([&*all.url])).ends(1);
+    assert!(load.stdout.contains("4 failed: protocol: an answer without text"), "{}", load.stdout);
+}
+
+#[test]
+fn a_server_that_never_answers_is_left_at_the_time_limit() {
+    let server = Scripted::new(|_| None);
+    let load = [&LOAD[..], &[&server.url]].concat();
+    for command in [&load[..], &["bench", "context", "--lengths", "100:1", "--url", &server.url]] {
+        infernix(command.iter().chain(&["--timeout", "1"])).fails(1, &["probe", "timed out"]);
+    }
+}
+
+#[test]
+fn an_interrupted_load_prints_and_writes_what_was_done() {
+    for (name, code) in [("INT", 130), ("TERM", 143)] {
+        let folder = scratch();
+        let file = folder.path().join("result.json");
+        // Two probes, the warm-up and two requests are answered.
+        let server = Scripted::new(|n| (n < 5).then_some(STREAM));
+        let child = program()
+            .args(LOAD)
+            .args([&server.url, "--json", "--output"])
+            .arg(&file)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("starts");
+        while server.posts() < 6 {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert!(signal(name, &child.id().to_string()));
+        let ended = child.wait_with_output().expect("ends");
+        assert_eq!(ended.status.code(), Some(code), "{name}");
+        for text in [ended.stdout, std::fs::read(&file).expect("written")] {
+            let doc: Value = serde_json::from_slice(&text).expect("one JSON document");
+            let found = [&doc["interrupted"], &doc["completed"], &doc["num_prompts"]];
+            assert_eq!(found, [&json!(true), &json!(2), &json!(4)], "{name}");
+        }
+    }
+}
+
+#[test]
+fn no_report_tells_what_stands_before_a_host() {
+    let server = Scripted::new(|_| Some(STREAM));
+    let url = server.url.replace("://", "://somebody:hush-hush@");
+    let load = [&LOAD[..], &[&url, "--json"]].concat();
+    for command in [&load[..], &["bench", "context", "--json", "--lengths", "100:1", "--url", &url]] {
+        let run = infernix(command).ok();
+        assert!(!run.stdout.contains("hush-hush") && !run.stderr.contains("hush-hush"), "{run:?}");
+        let doc = run.json();
+        assert!(doc["url"].as_str().is_some_and(|u| u.starts_with("http://***@127.")), "{doc}");
+        assert!(doc["command_line"].as_str().is_some_and(|c| c.contains("http://***@127.")), "{doc}");
+    }
+    // One that fails at once, since the turns of a replay have pauses.
+    let broken = Scripted::new(|_| Some("data: {}\n\n"));
+    let arm = format!("x={}", broken.url.replace("://", "://somebody:hush-hush@"));
+    let replay = ["replay", "--scale", "0.1", "--context", "4096", "--json", "--arms", &arm];
+    let run = infernix(replay).ends(1);
+    assert!(!run.stdout.contains("hush-hush") && !run.stderr.contains("hush-hush"), "{run:?}");
+    assert!(run.stdout.contains("x=http://***@127."), "{}", run.stdout);
+    let gone = "http://somebody:hush-hush@127.0.0.1:1";
+    let failed = infernix(["bench", "serve", "--url", gone]).fails(1, &["http://***@127.0.0.1:1/v1/models"]);
+    assert!(!failed.stderr.contains("hush-hush"), "{}", failed.stderr);
+}
+
+#[test]
+fn flags_that_would_be_ignored_are_wrong_usage() {
+    let folder = scratch();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    std::fs::write(at("a.json"), "{}").expect("written");
+    std::os::unix::fs::symlink("a.json", at("b.json")).expect("a link");
+    let synthetic = ["bench", "--synthetic", "qwen3_5_test", "-n", "1"];
+    for layers in ["0", "5"] {
+        infernix(synthetic.iter().chain(&["--synthetic-layers", layers])).fails(2, &["1 to 4"]);
+    }
+    infernix(synthetic.iter().copied().chain(["--profile", &at("trace")])).fails(2, &["--profile", "CUDA"]);
+    let random = ["bench", "serve", "--url", "http://127.0.0.1:1", "--dataset-path", &at("a.json")];
+    infernix(random).fails(2, &["--dataset-path", "--dataset-name"]);
+    let twice = ["report", &at("a.json"), &at("b.json"), "-o", &at("page.html")];
+    infernix(twice).fails(2, &["a.json and ", "b.json are one file"]);
+    assert!(!folder.path().join("trace").exists() && !folder.path().join("page.html").exists());
 }
 
 #[test]

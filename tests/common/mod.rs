@@ -6,9 +6,11 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub(crate) const RECIPE: &str = "qwen3_8_flash_next_nvfp4";
@@ -318,4 +320,91 @@ impl Shard {
 #[allow(clippy::allow_attributes, reason = "an unused expectation would itself be a warning in some suites")]
 pub(crate) fn skipped(missing: &Path) {
     eprintln!("skipped: {} is not here", missing.display());
+}
+
+/// A whole streamed answer of three tokens.
+pub(crate) const STREAM: &str = concat!(
+    "data: {\"choices\":[{\"delta\":{\"content\":\"Hi\"}}]}\n\n",
+    "data: {\"choices\":[{\"delta\":{\"content\":\" there\"}}]}\n\n",
+    "data: {\"choices\":[{\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n",
+    "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":100,\"completion_tokens\":1}}\n\n",
+    "data: [DONE]\n\n",
+);
+
+/// The same without text.
+pub(crate) const EMPTY: &str = concat!(
+    "data: {\"choices\":[{\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n",
+    "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":100,\"completion_tokens\":0}}\n\n",
+    "data: [DONE]\n\n",
+);
+
+/// A server of one model that plays a script, on loopback for as long as this process lives.
+pub(crate) struct Scripted {
+    pub(crate) url: String,
+    posts: Arc<AtomicUsize>,
+}
+
+impl Scripted {
+    /// Answers the n-th POST, counting from 0, with the stream that `answer` gives, or never.
+    pub(crate) fn new(answer: impl Fn(usize) -> Option<&'static str> + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let url = format!("http://{}", listener.local_addr().expect("an address"));
+        let posts: Arc<AtomicUsize> = Arc::default();
+        let (answer, counted) = (Arc::new(answer), Arc::clone(&posts));
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let (answer, counted) = (Arc::clone(&answer), Arc::clone(&counted));
+                std::thread::spawn(move || drop(play(stream, &*answer, &counted)));
+            }
+        });
+        Self { url, posts }
+    }
+
+    /// How many POSTs came.
+    pub(crate) fn posts(&self) -> usize {
+        self.posts.load(Ordering::SeqCst)
+    }
+}
+
+fn play(
+    mut stream: TcpStream,
+    answer: &dyn Fn(usize) -> Option<&'static str>,
+    posts: &AtomicUsize,
+) -> std::io::Result<()> {
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let mut head = String::new();
+    let mut length = 0;
+    while !head.ends_with("\r\n\r\n") {
+        let mut line = String::new();
+        if reader.read_line(&mut line)? == 0 {
+            return Ok(());
+        }
+        if let Some(n) = line.to_lowercase().strip_prefix("content-length:") {
+            length = n.trim().parse().unwrap_or(0);
+        }
+        head += &line;
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    let close = "connection: close\r\ncontent-type:";
+    if head.starts_with("GET /v1/models") {
+        let models = json!({ "data": [{ "id": "scripted", "max_model_len": 4096 }] });
+        return write!(stream, "HTTP/1.1 200 OK\r\n{close} application/json\r\n\r\n{models}");
+    }
+    if !head.starts_with("POST") {
+        return write!(stream, "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n");
+    }
+    match answer(posts.fetch_add(1, Ordering::SeqCst)) {
+        Some(text) => write!(stream, "HTTP/1.1 200 OK\r\n{close} text/event-stream\r\n\r\n{text}"),
+        None => {
+            std::thread::sleep(Duration::from_secs(600));
+            Ok(())
+        }
+    }
+}
+
+/// Sends a signal; whether there was anybody to get it.
+pub(crate) fn signal(name: &str, to: &str) -> bool {
+    let sent = Command::new("kill").args(["-s", name, "--", to]).stderr(Stdio::null()).status();
+    sent.expect("kill is there").success()
 }

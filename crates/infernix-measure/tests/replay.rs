@@ -22,6 +22,10 @@ enum Fault {
     Drop,
     Usage,
     Order,
+    /// A whole answer with nothing in it.
+    Empty,
+    /// A first piece, and then one after the other without an end.
+    Endless,
 }
 
 struct Fake {
@@ -104,14 +108,25 @@ fn answer(
         cached
     };
     let fault = if n >= from { fault } else { Fault::None };
-    if fault == Fault::Status {
+    if fault == Fault::Status || head.contains("/elsewhere/") {
         return write!(stream, "HTTP/1.1 500 Internal Server Error\r\ncontent-length: 4\r\n\r\noops");
     }
     write!(stream, "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")?;
     let prompt = (own.len() / 4).max(1);
     let mut send = |v: Value| write!(stream, "data: {v}\n\n").and_then(|()| stream.flush());
     let delta = |d: Value| json!({ "id": n.to_string(), "choices": [{ "index": 0, "delta": d }] });
+    if fault == Fault::Empty {
+        send(json!({ "choices": [{ "delta": {}, "finish_reason": "stop" }] }))?;
+        send(json!({ "choices": [], "usage": { "prompt_tokens": prompt, "completion_tokens": 0 } }))?;
+        return write!(stream, "data: [DONE]\n\n");
+    }
     send(delta(json!({ "content": "Looking" })))?;
+    if fault == Fault::Endless {
+        loop {
+            send(delta(json!({ "content": " on" })))?;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
     match fault {
         Fault::Stall => std::thread::sleep(Duration::from_secs(3)),
         Fault::Drop => return Ok(()),
@@ -260,7 +275,8 @@ fn load_reports_what_was_sent_and_answered() {
     let server = fake(Fault::None, 0);
     let endpoint = Endpoint::connect(&format!("{}/v1/", server.url), Some("k".into()), None).unwrap();
     let path = "/v1/chat/completions";
-    let calibration = Calibration::measure(&endpoint, path, 1, Duration::from_secs(5), &AtomicBool::new(false)).unwrap();
+    let calibration =
+        Calibration::measure(&endpoint, path, 1, Duration::from_secs(5), &AtomicBool::new(false)).unwrap();
     let dataset = Dataset::Random { input: 200, output: 9, spread: 0.0 };
     let items = dataset.items(12, calibration, 1).unwrap();
     let load = Load {
@@ -308,6 +324,97 @@ fn load_counts_failures_by_their_cause() {
     assert!(matches!(done[5].failure, Some(Failure::Status(500, _))));
 }
 
+fn load_of(requests: usize) -> (Load, Vec<load::Item>) {
+    let calibration = Calibration { overhead: 0.0, per_word: 1.0 };
+    let load = Load {
+        path: "/v1/chat/completions".into(),
+        requests,
+        rate: Rate::Unlimited,
+        burstiness: 1.0,
+        concurrency: Some(1),
+        warm_up: 0,
+        seed: 1,
+        extra: json!({}),
+        timeout: Duration::from_secs(60),
+    };
+    (load, Dataset::Random { input: 20, output: 4, spread: 0.0 }.items(requests, calibration, 1).unwrap())
+}
+
+#[test]
+fn an_answer_without_text_is_a_failed_request_of_a_load() {
+    let server = fake(Fault::Empty, 2);
+    let endpoint = Endpoint::connect(&server.url, None, None).unwrap();
+    let (load, items) = load_of(4);
+    let done = load::run(&endpoint, &load, &items, &AtomicBool::new(false), &|_| {}).unwrap();
+    let s = Summary::of(&done, &[], &[99.0]);
+    assert_eq!((s.completed, s.failed()), (2, 2));
+    assert!(s.failures[0].0.contains("without text"), "{:?}", s.failures);
+}
+
+/// Runs something that is interrupted when the server has got so many requests.
+fn interrupted_at<T>(server: &Fake, requests: usize, run: impl FnOnce(&AtomicBool) -> T) -> T {
+    let (interrupted, ended) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while server.bodies.lock().unwrap().len() < requests && !ended.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            interrupted.store(true, Ordering::Relaxed);
+        });
+        let result = run(&interrupted);
+        ended.store(true, Ordering::Relaxed);
+        result
+    })
+}
+
+#[test]
+fn an_interrupted_load_keeps_what_was_done_and_waits_for_nothing() {
+    for fault in [Fault::Stall, Fault::Endless] {
+        // The third request never ends.
+        let server = fake(fault, 2);
+        let endpoint = Endpoint::connect(&server.url, None, None).unwrap();
+        let (load, items) = load_of(5);
+        let done = interrupted_at(&server, 3, |stop| load::run(&endpoint, &load, &items, stop, &|_| {}));
+        let done = done.unwrap();
+        assert_eq!(done.len(), 2, "{fault:?}");
+        assert!(done.iter().all(|x| x.failure.is_none()));
+    }
+}
+
+#[test]
+fn probes_keep_the_time_limit_and_heed_an_interruption() {
+    let server = fake(Fault::Endless, 0);
+    let endpoint = Endpoint::connect(&server.url, None, None).unwrap();
+    // It accepts, since the system does, and never answers.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = format!("http://{}", silent.local_addr().unwrap());
+    let silent = Endpoint::connect(&silent, None, Some("m".into())).unwrap();
+    for endpoint in [&endpoint, &silent] {
+        let measure = |limit: Duration, stop: bool| {
+            let path = "/v1/chat/completions";
+            let e = Calibration::measure(endpoint, path, 1, limit, &AtomicBool::new(stop)).unwrap_err();
+            e.to_string()
+        };
+        let limited = measure(Duration::from_millis(300), false);
+        assert!(limited.contains("the probe request failed"), "{limited}");
+        let stopped = measure(Duration::from_secs(600), true);
+        assert!(stopped == "interrupted" || stopped.contains("refused"), "{stopped}");
+    }
+}
+
+#[test]
+fn an_interrupted_replay_does_not_wait_for_an_answer() {
+    // The priming request is answered, the first turn never ends.
+    let server = fake(Fault::Endless, 1);
+    let plan = agentic(&Corpus::embedded().unwrap(), PlanOptions { seed: 42, scale: 0.3, context: 4096 });
+    let endpoint = Endpoint::connect(&server.url, None, None).unwrap();
+    let run = interrupted_at(&server, 2, |interrupted| {
+        let timeout = Duration::from_secs(600);
+        play(&plan, &endpoint, RunOptions { timeout, interrupted, omit: &[], progress: &|_| {} })
+    });
+    assert_eq!((run.ended.as_deref(), run.rows.len()), (Some("interrupted"), 0));
+}
+
 /// What passes the recorder is recorded and can be played again against the same server.
 #[test]
 fn recorded_traffic_plays_again() {
@@ -317,7 +424,10 @@ fn recorded_traffic_plays_again() {
     let address = recorder.address();
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = Arc::clone(&stop);
-    let recorder = std::thread::spawn(move || recorder.run(&stopped, |_| {}).unwrap());
+    let notes: Arc<Mutex<Vec<String>>> = Arc::default();
+    let heard = Arc::clone(&notes);
+    let noted = move |note: &str| heard.lock().unwrap().push(note.to_owned());
+    let recorder = std::thread::spawn(move || recorder.run(&stopped, noted).unwrap());
     let client = Endpoint::connect(&format!("http://{address}"), Some("secret".into()), None);
     let client = client.expect("the recorder passes the model list on");
     assert_eq!(client.model(), "fake");
@@ -329,9 +439,16 @@ fn recorded_traffic_plays_again() {
         messages.push(x.answer.message());
         messages.push(json!({ "role": "tool", "tool_call_id": "c", "content": text }));
     }
+    // Only what was answered is a request to play again.
+    let refused =
+        client.stream("/v1/elsewhere/chat/completions", &json!({ "messages": [] }), Duration::from_secs(5));
+    assert!(matches!(refused.failure, Some(Failure::Status(500, _))), "{:?}", refused.failure);
     stop.store(true, Ordering::Relaxed);
     let recorded = recorder.join().unwrap();
     assert_eq!(recorded.len(), 2);
+    let notes = notes.lock().unwrap().join("\n");
+    assert_eq!(notes.matches("completions: recorded").count(), 2, "{notes}");
+    assert!(notes.contains("not recorded, the upstream answers 500"), "{notes}");
     let plan = record::plan("mine", &recorded, record::Texts::Hash, [1; 32]);
     assert_eq!((plan.actors.len(), plan.counts().requests), (1, 2));
     assert!(!serde_json::to_string(&plan).unwrap().contains("secret"));
