@@ -140,6 +140,8 @@ fn serve(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
         output::warn(&problem);
     }
     output::note("stopped");
+    // What still runs on its threads, such as a grammar that nobody waits for, keeps no server from its end.
+    runtime.shutdown_background();
     Ok(Outcome::Done)
 }
 
