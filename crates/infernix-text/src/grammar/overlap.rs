@@ -9,7 +9,7 @@ use super::regex::{self, Scope};
 /// Most alternatives of an intersection (some 3 ms each on a desktop core).
 const WAYS: f64 = 1024.0;
 /// Most states of patterns that are intersected, as a power of two.
-const BITS: f64 = 15.0;
+const BITS: f64 = 14.0;
 
 /// Of the values themselves, or of what lies inside of them.
 #[derive(Clone, Copy)]
