@@ -110,6 +110,11 @@ fn serve(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
             "context {context} tokens; coding agents want at least {AGENT_CONTEXT} (--max-context)"
         ));
     }
+    // Caught from here on, so that none is lost between who heeds it now and who does when the server is ready.
+    let signals = {
+        let _inside = runtime.enter();
+        Signals::new()
+    };
     let engine = start_engine(&open, capacity, engine_options)?;
     if INTERRUPTED.load(Ordering::SeqCst) {
         anyhow::bail!("interrupted");
@@ -133,8 +138,13 @@ fn serve(args: &ServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
             }
         };
         SERVING.store(true, Ordering::SeqCst);
+        if INTERRUPTED.load(Ordering::SeqCst) {
+            anyhow::bail!("interrupted");
+        }
         output::note(&format!("{id} at http://{address}"));
-        infernix_serve::serve(Arc::clone(&app), listener, admin, stop(&app)).await.context("serving failed")
+        infernix_serve::serve(Arc::clone(&app), listener, admin, stop(&app, signals))
+            .await
+            .context("serving failed")
     })?;
     if let Some(problem) = handle.stop_problem() {
         output::warn(&problem);
@@ -465,8 +475,8 @@ fn ledger(open: &OpenModel, kv: u64, engine: &EngineOptions, options: &ServeOpti
 }
 
 /// Ends when the server is to stop: SIGTERM, or two Ctrl-C within five seconds. A third ends the process at once.
-async fn stop(app: &App) {
-    let Ok(mut signals) = Signals::new() else {
+async fn stop(app: &App, signals: std::io::Result<Signals>) {
+    let Ok(mut signals) = signals else {
         output::warn("signals cannot be caught here: the process can only be killed");
         return std::future::pending().await;
     };
