@@ -304,20 +304,8 @@ fn load_reports_what_was_sent_and_answered() {
 fn load_counts_failures_by_their_cause() {
     let server = fake(Fault::Status, 4);
     let endpoint = Endpoint::connect(&server.url, None, Some("m".into())).unwrap();
-    let items = Dataset::Random { input: 20, output: 4, spread: 0.0 }
-        .items(6, Calibration { overhead: 0.0, per_word: 1.0 }, 1)
-        .unwrap();
-    let load = Load {
-        path: "/v1/completions".into(),
-        requests: 6,
-        rate: Rate::Unlimited,
-        burstiness: 1.0,
-        concurrency: Some(1),
-        warm_up: 0,
-        seed: 1,
-        extra: json!({}),
-        timeout: Duration::from_secs(5),
-    };
+    let (load, items) = load_of(6);
+    let load = Load { path: "/v1/completions".into(), timeout: Duration::from_secs(5), ..load };
     let done = load::run(&endpoint, &load, &items, &AtomicBool::new(false), &|_| {}).unwrap();
     let s = Summary::of(&done, &[], &[99.0]);
     assert_eq!((s.completed, s.failed(), s.failures.len()), (4, 2, 1));

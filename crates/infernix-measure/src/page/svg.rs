@@ -76,9 +76,14 @@ fn number(v: f64) -> String {
     } else if v.abs() < 1e-3 || v.abs() >= 1e5 {
         format!("{v:.0e}")
     } else {
-        let text = format!("{v:.6}");
-        text.trim_end_matches('0').trim_end_matches('.').to_owned()
+        trimmed(v, 6)
     }
+}
+
+/// A number with at most `decimals` digits behind the point, no zeros at their end.
+pub(crate) fn trimmed(v: f64, decimals: usize) -> String {
+    let text = format!("{v:.decimals$}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 /// A scale from values to pixels, with its ticks.

@@ -2,7 +2,7 @@
 //! timeline a run. Runs of several documents share a plot, a colour an arm.
 
 use super::plan::Class;
-use crate::page::svg::{COLOURS, LEFT, TOP, WIDTH, escape, open};
+use crate::page::svg::{COLOURS, LEFT, TOP, WIDTH, escape, open, trimmed};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -102,11 +102,6 @@ fn nice(v: f64) -> f64 {
         .unwrap_or(v)
 }
 
-fn trim(v: f64) -> String {
-    let text = format!("{v:.2}");
-    text.trim_end_matches('0').trim_end_matches('.').to_owned()
-}
-
 struct Plot {
     out: String,
     bottom: f64,
@@ -137,10 +132,10 @@ impl Plot {
                 LEFT + AREA,
                 LEFT - 6.0,
                 y + 4.0,
-                trim(share * plot.y_max)
+                trimmed(share * plot.y_max, 2)
             );
             if !x_name.is_empty() {
-                plot.text(x, bottom + 17.0, &trim(share * plot.x_max));
+                plot.text(x, bottom + 17.0, &trimmed(share * plot.x_max, 2));
             }
         }
         plot.text(LEFT + AREA / 2.0, bottom + 34.0, x_name);
@@ -347,7 +342,7 @@ fn timeline(run: &Drawn, colour: &str) -> Option<String> {
             x(t),
             bottom + 18.0,
             if i == 4 { "end" } else { "middle" },
-            trim(t)
+            trimmed(t, 2)
         );
     }
     out.push_str("</svg>");

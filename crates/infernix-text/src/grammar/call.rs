@@ -389,21 +389,20 @@ fn value(
                         .as_ref()
                         .is_none_or(|rx| Regex::new(&rx.pattern()).is_ok_and(|mut rx| rx.is_match(text)))
             };
-            let null = union || list.iter().any(|v| v.is_null());
+            let null = Rx::Literal("null".to_owned());
+            let admits_null = nullable && (union || list.iter().any(|v| v.is_null()));
             let mut texts: Vec<Rx> = list
                 .into_iter()
                 .filter_map(Value::as_str)
                 .filter(fits)
                 .map(|t| Rx::Literal(t.to_owned()))
                 .collect();
-            if nullable {
-                // The reader takes the word for null.
-                if texts.contains(&Rx::Literal("null".to_owned())) {
-                    return Err(refuse("the text null cannot be told from null beside it"));
-                }
-                if null {
-                    texts.push(Rx::Literal("null".to_owned()));
-                }
+            // The reader takes the word for null.
+            if nullable && texts.contains(&null) {
+                return Err(refuse("the text null cannot be told from null beside it"));
+            }
+            if admits_null {
+                texts.push(null);
             }
             if texts.is_empty() {
                 return Err(refuse("no text fits that can stand in a call"));
@@ -431,10 +430,10 @@ fn value(
 fn nullable_text(schema: &Value) -> Option<Value> {
     let map = schema.as_object()?;
     let both = match map.get("type") {
-        Some(Value::Array(kinds)) => {
+        Some(kinds) => {
+            let kinds = kinds.as_array()?;
             kinds.len() == 2 && kinds.contains(&json!("string")) && kinds.contains(&json!("null"))
         }
-        Some(_) => return None,
         None => literals(schema).is_some_and(|l| l.iter().all(|v| v.is_string() || v.is_null())),
     };
     if both {
@@ -442,9 +441,7 @@ fn nullable_text(schema: &Value) -> Option<Value> {
         text.insert("type".to_owned(), json!("string"));
         return Some(Value::Object(text));
     }
-    if map.contains_key("type") {
-        return None;
-    }
+    // Of a union that says nothing else.
     let list = map.get("anyOf").or_else(|| map.get("oneOf")).filter(|_| map.len() == 1)?.as_array()?;
     let null = list.iter().position(|s| s == &json!({"type": "null"}))?;
     (list.len() == 2).then(|| list[1 - null].clone())

@@ -61,16 +61,13 @@ impl Sizes<'_> {
     /// Of the values, and of what lies inside of them.
     fn of(&mut self, schema: &Value) -> Result<(Size, Size), GrammarError> {
         let Some(map) = schema.as_object() else { return Ok((ONE, ONE)) };
+        let members =
+            ["properties", "patternProperties"].into_iter().filter_map(|key| map.get(key)?.as_object());
+        let items = map.get("prefixItems").and_then(Value::as_array).into_iter().flatten();
+        let others = ["items", "additionalProperties"].into_iter().filter_map(|key| map.get(key));
         let mut inside = ONE;
-        for key in ["properties", "patternProperties"] {
-            for member in map.get(key).and_then(Value::as_object).into_iter().flat_map(Map::values) {
-                let (own, inner) = self.of(member)?;
-                inside = inside.max(own).max(inner);
-            }
-        }
-        let several = map.get("prefixItems").and_then(Value::as_array).into_iter().flatten();
-        for item in several.chain(map.get("items")).chain(map.get("additionalProperties")) {
-            let (own, inner) = self.of(item)?;
+        for part in members.flat_map(Map::values).chain(items).chain(others) {
+            let (own, inner) = self.of(part)?;
             inside = inside.max(own).max(inner);
         }
         // What is intersected with what.
