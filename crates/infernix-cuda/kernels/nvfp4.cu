@@ -57,12 +57,15 @@ template <bool R16, int NT, bool XS> DEV void nvfp4_body(const GemvGroup& a, con
   if (XS) stage_input<F_NVFP4>(a, sd.K, smem + x_at, xp, tid);
   bar_named(1, CONSUMERS);
 
-  // Columns that do not exist read the last one: their sums are never stored.
+  // Lanes of columns that do not exist ask for nothing and multiply what they have: their sums are never stored. Eight n-tiles have
+  // no register for that; there they read the last column.
   u32 xa[NT];
+  bool live[NT];
   if (XS)
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       const int col = R16 ? n * 8 + g : g & 3;
+      live[n] = NT == 8 || col < cols;
       xa[n] = smem_u32(smem) + x_at + min(col, cols - 1) * xp + warp * 128 + q * 32 + (R16 ? 0 : (g >> 2) * 1024);
     }
   // Sums of a group: two buffers of `batch` tiles, [partial][column][row] each; one where that holds all its tiles.
@@ -71,6 +74,7 @@ template <bool R16, int NT, bool XS> DEV void nvfp4_body(const GemvGroup& a, con
   float* const own = (float*)(smem + x_at + (XS ? (cols * xp + 127) & ~127 : 0)) + grp * buffers * batch * sums;
   float* const mine = own + (warp + (R16 ? 0 : (q >> 1) * 8)) * width * R + (R16 ? 2 * q : 2 * (q & 1)) * R + g;
   float acc[H][NT][4];
+  u32 kept[NT == 8 ? 1 : H][8] = {};
   auto put = [&](int slot, int n0) {
     float* o = mine + slot * sums;
 #pragma unroll
@@ -141,10 +145,12 @@ template <bool R16, int NT, bool XS> DEV void nvfp4_body(const GemvGroup& a, con
           expand_e2m1(hi.x, s1, B), expand_e2m1(hi.y, s1, B + 4);
 #pragma unroll
           for (int n = 0; n < NT; n++) {
-            u32 x[8];
+            u32 own[8];
+            u32* const x = NT == 8 ? own : kept[j];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
               if (XS) {
+                if (!live[n]) continue;
                 const uint4 v = lds128(xa[n] + xo + j * 1024 + i * 16);
                 x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
               } else {

@@ -21,6 +21,7 @@ pub mod prep;
 pub mod rows;
 pub mod select;
 pub mod skinny;
+pub mod stored;
 pub mod tile;
 pub mod zipf;
 

@@ -1,0 +1,149 @@
+// Experts whose activations stay at 16 bits, from their records as stored: what a decode round lacks is brought to the device, and
+// products follow the canonical order of sums (chain.cu): per scale group an FP32 fma chain in rising k over exact codes, groups added
+// by fma within eight spans of K, spans pairwise, the matrix's scale last.
+#include "w4a4.cuh"
+
+// For each pick where its expert's record is: the frame, or a place of `stage` (`stride` apart), to which it is copied where `away`
+// says that it has none. Picks of one expert share the place of the first. grid (blocks a record, picks), 256 threads.
+extern "C" __global__ void __launch_bounds__(256) expert_fetch(const u64* __restrict__ whole, const u32* __restrict__ away, const int* __restrict__ ids,
+                                                               u8* __restrict__ stage, u64* __restrict__ at, int record, int stride) {
+  pdl_launch();
+  pdl_wait();
+  const int p = blockIdx.y, e = ids[p];
+  int first = p;
+  for (int i = 0; i < p; i++)
+    if (ids[i] == e) {
+      first = i;
+      break;
+    }
+  u8* to = stage + (size_t)first * stride;
+  if (blockIdx.x == 0 && threadIdx.x == 0) at[p] = away[e] ? (u64)to : whole[e];
+  if (!away[e] || first != p) return;
+  const uint4* from = (const uint4*)whole[e];
+  const int all = record >> 4, step = gridDim.x * 256;
+  int i = blockIdx.x * 256 + threadIdx.x;
+  for (; i + 3 * step < all; i += 4 * step) {
+    uint4 v[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) v[j] = __ldg(from + i + j * step);
+#pragma unroll
+    for (int j = 0; j < 4; j++) ((uint4*)to)[i + j * step] = v[j];
+  }
+  for (; i < all; i += step) ((uint4*)to)[i] = __ldg(from + i);
+}
+
+// Addresses of three planes of every expert: out [3][E]; plane j begins `o<j>` bytes into a record.
+extern "C" __global__ void __launch_bounds__(256) expert_planes(const u64* __restrict__ whole, u64* __restrict__ out, u64 o0, u64 o1, u64 o2, int experts) {
+  pdl_launch();
+  pdl_wait();
+  const int e = blockIdx.x * 256 + threadIdx.x;
+  if (e >= experts) return;
+  const u64 w = whole[e];
+  out[e] = w + o0, out[experts + e] = w + o1, out[2 * experts + e] = w + o2;
+}
+
+enum { S_PAIRS = 1, S_DIVIDE = 2 };
+
+// What a product is made of: record p of `at` is that of pick p, whose expert is ids[p]. Its codes begin `codes` bytes in, its scales
+// `scales`; `last` FP32 [E][3] (gate, up, down), or null. Pick p reads row p / share of x BF16 [..][K]. With S_PAIRS rows 2j and
+// 2j + 1 are row j of gate and of up, and y BF16 [picks][N / 2] takes bf16(silu(bf16 gate) bf16 up); else y [picks][N] takes down's.
+struct StoredArgs {
+  const u64* at;
+  const int* ids;
+  const float* last;
+  const u16* x;
+  u16* y;
+  u64 codes, scales;
+  int N, K, share, mode;
+};
+
+// x of 8 k, their products with 8 exact values added in rising k.
+DEV float chain8(const float (&w)[8], const u16* x, float t) {
+  const uint4 v = __ldg((const uint4*)x);
+  const u32 p[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) t = fmaf(w[2 * i + 1], bf_hi(p[i]), fmaf(w[2 * i], bf_lo(p[i]), t));
+  return t;
+}
+
+// Adds the eight spans of 32 rows and stores them. grid (ceil(N / 32), picks), 256 threads: a warp a span, a lane a row.
+DEV void stored_end(const StoredArgs& a, float v) {
+  __shared__ float sum[8][32];
+  const int l = threadIdx.x & 31, span = threadIdx.x >> 5, p = blockIdx.y, row = blockIdx.x * 32 + l;
+  sum[span][l] = v;
+  __syncthreads();
+  if (span) return;
+  const bool pairs = a.mode & S_PAIRS;
+  const float last = a.last ? a.last[a.ids[p] * 3 + (pairs ? row & 1 : 2)] : 1.0f;
+  v = ((sum[0][l] + sum[1][l]) + (sum[2][l] + sum[3][l])) + ((sum[4][l] + sum[5][l]) + (sum[6][l] + sum[7][l]));
+  v = a.mode & S_DIVIDE ? __fdiv_rn(v, last) : v * last;
+  if (!pairs) {
+    if (row < a.N) a.y[(size_t)p * a.N + row] = f2bf(v);
+    return;
+  }
+  const float up = __shfl_xor_sync(~0u, v, 1);
+  if (row < a.N && !(row & 1)) a.y[(size_t)p * (a.N >> 1) + (row >> 1)] = swiglu_c(rbf(v), rbf(up));
+}
+
+// NVFP4 records: units of 16 stored rows x 16 k, 128 B of codes and 16 scales; gate and up rows alternate as stored.
+extern "C" __global__ void __launch_bounds__(256) stored_rg16(const __grid_constant__ StoredArgs a) {
+  pdl_launch();
+  pdl_wait();
+  const int row = min(blockIdx.x * 32 + (threadIdx.x & 31), a.N - 1), r = row & 15, span = threadIdx.x >> 5, p = blockIdx.y, G = a.K >> 4;
+  const u8* base = (const u8*)a.at[p] + a.codes + (size_t)(row >> 4) * G * 144;
+  const u16* x = a.x + (size_t)(p / a.share) * a.K;
+  const int shift = r < 8 ? 0 : 4;
+  float v = 0;
+#pragma unroll 2
+  for (int b = span * G / 8; b < (span + 1) * G / 8; b++) {
+    const u8* unit = base + (size_t)b * 144;
+    float t = 0;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float w[8];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const u32 c = __ldg((const u32*)(unit + 32 * (2 * h + j) + 4 * (r & 7))) >> shift;
+        // E2M1 at bits 15, 11..9 of an FP16 is the value times 2^-14.
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[4 * j + i] = h2f((c >> (8 * i) & 7) << 9 | (c >> (8 * i) & 8) << 12) * 16384.0f;
+      }
+      t = chain8(w, x + 16 * b + 8 * h, t);
+    }
+    v = fmaf(e4m3_m8(__ldg(unit + 128 + r)) * 256.0f, t, v);
+  }
+  stored_end(a, v);
+}
+
+// FP8 records: E4M3 rows of K bytes, gate, up and down one below the other, and an FP32 scale per 128 x 128 of each.
+extern "C" __global__ void __launch_bounds__(256) stored_fp8(const __grid_constant__ StoredArgs a) {
+  pdl_launch();
+  pdl_wait();
+  const int row = min(blockIdx.x * 32 + (threadIdx.x & 31), a.N - 1), span = threadIdx.x >> 5, p = blockIdx.y, G = (a.K + 127) >> 7;
+  const bool pairs = a.mode & S_PAIRS;
+  const int half = a.N >> 1, own = pairs ? (row & 1) * half + (row >> 1) : row;
+  const int tile = pairs ? (row & 1) * ((half + 127) >> 7) + (row >> 8) : row >> 7;
+  const u8 *base = (const u8*)a.at[p], *codes = base + a.codes + (size_t)own * a.K;
+  const float* scales = (const float*)(base + a.scales) + (size_t)tile * G;
+  const u16* x = a.x + (size_t)(p / a.share) * a.K;
+  float v = 0;
+  for (int g = span * G / 8; g < (span + 1) * G / 8; g++) {
+    float t = 0;
+    for (int k = g * 128; k < min(a.K, (g + 1) * 128); k += 16) {
+      const uint4 c4 = __ldg((const uint4*)(codes + k));
+      const u32 c[4] = {c4.x, c4.y, c4.z, c4.w};
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float w[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const u32 b = c[2 * h + (i >> 2)] >> (8 * (i & 3)) & 255;
+          w[i] = h2f((b & 127) << 7 | (b & 128) << 8) * 256.0f;
+        }
+        t = chain8(w, x + k + 8 * h, t);
+      }
+    }
+    v = fmaf(__ldg(scales + g), t, v);
+  }
+  stored_end(a, v);
+}

@@ -1,0 +1,133 @@
+//! Experts whose activations stay at 16 bits, from their records as stored.
+
+use crate::driver::{Args, Device, Kernel, Stream};
+use crate::error::{CudaError, Result};
+use std::sync::Arc;
+
+/// Forms of records with a product of their own ([`super::ggml::GgmlGemv::experts`] has those of GGML blocks).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoredForm {
+    /// NVFP4 in units of 16 rows x 16 k, gate and up rows alternating.
+    Rg16,
+    /// E4M3 rows, an FP32 scale per 128 x 128.
+    Fp8Block,
+}
+
+/// One matrix of the experts that some picks chose, or gate and up together. Device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredProduct {
+    /// U64 `[picks]`: the record of each pick's expert.
+    pub at: u64,
+    /// I32 `[picks]`.
+    pub ids: u64,
+    /// FP32 `[E][3]` (gate, up, down), what sums are multiplied by at the end; 0: by nothing.
+    pub last: u64,
+    /// `last` divides.
+    pub divide: bool,
+    /// Bytes of a record before the codes and before the scales (of `Fp8Block`).
+    pub codes: usize,
+    /// See `codes`.
+    pub scales: usize,
+    /// Rows: those of gate and up together, or of down.
+    pub n: usize,
+    /// Columns, a multiple of 16.
+    pub k: usize,
+    /// Gate and up: their SwiGLU is the result.
+    pub pairs: bool,
+}
+
+/// The kernels.
+pub struct StoredExperts {
+    fetch: Kernel,
+    planes: Kernel,
+    rg16: Kernel,
+    fp8: Kernel,
+}
+
+impl StoredExperts {
+    /// Picks whose records are brought to the device at a time.
+    pub const PICKS: usize = 32;
+
+    /// Looks the kernels up.
+    pub fn new(dev: &Arc<Device>) -> Result<Self> {
+        Ok(StoredExperts {
+            fetch: dev.kernel("expert_fetch", 0)?,
+            planes: dev.kernel("expert_planes", 0)?,
+            rg16: dev.kernel("stored_rg16", 0)?,
+            fp8: dev.kernel("stored_fp8", 0)?,
+        })
+    }
+
+    /// Where the record of each of up to [`StoredExperts::PICKS`] picks is, to `at` U64 `[picks]`. `whole` U64 `[E]` addresses of
+    /// records, `away` U32 `[E]`: whether it is the host's; such a record of `record` bytes, rounded up to 16, is copied to `stage`,
+    /// which has a place of `stride` bytes a pick.
+    #[expect(clippy::too_many_arguments, reason = "two tables, picks and where records go")]
+    pub fn fetch(
+        &self,
+        s: &Stream,
+        whole: u64,
+        away: u64,
+        ids: u64,
+        picks: usize,
+        record: usize,
+        stage: u64,
+        stride: usize,
+        at: u64,
+        pdl: bool,
+    ) -> Result<()> {
+        let record = record.next_multiple_of(16);
+        if picks > Self::PICKS || record > stride || !stride.is_multiple_of(16) {
+            let what = format!("{picks} picks, records of {record} bytes, {stride} apart");
+            return Err(CudaError::Shape { kernel: "expert_fetch", what });
+        }
+        // 16 KiB a block: enough of them for the link.
+        let blocks = record.div_ceil(16 << 10).max(1);
+        let a = Args::new().ptr(whole).ptr(away).ptr(ids).ptr(stage).ptr(at).ints(&[record, stride]);
+        s.launch(&self.fetch, [blocks as u32, picks as u32, 1], 256, pdl, &a)
+    }
+
+    /// Addresses of three planes of every expert, U64 `[3][E]`, for [`super::tile::ExpertPlanes`]: plane j begins `offsets[j]` bytes into
+    /// a record.
+    pub fn planes(
+        &self,
+        s: &Stream,
+        whole: u64,
+        experts: usize,
+        offsets: [usize; 3],
+        out: u64,
+        pdl: bool,
+    ) -> Result<()> {
+        let a = Args::new().ptr(whole).ptr(out);
+        let a = offsets.iter().fold(a, |a, o| a.ptr(*o as u64)).int(experts);
+        s.launch(&self.planes, [experts.div_ceil(256) as u32, 1, 1], 256, pdl, &a)
+    }
+
+    /// Row `pick / share` of `x` BF16 `[..][k]` through each pick's expert: `y` BF16 `[picks][n]`, or `[picks][n / 2]` of
+    /// `silu(gate) up`. The canonical order of sums: the bits of [`super::chain::ExpertChain`].
+    #[expect(clippy::too_many_arguments, reason = "a product, its input and output")]
+    pub fn product(
+        &self,
+        s: &Stream,
+        form: StoredForm,
+        p: &StoredProduct,
+        picks: usize,
+        x: u64,
+        share: usize,
+        y: u64,
+        pdl: bool,
+    ) -> Result<()> {
+        let rows = form == StoredForm::Fp8Block || p.n.is_multiple_of(16);
+        let aligned = (p.codes | p.scales).is_multiple_of(4)
+            && (form == StoredForm::Rg16 || p.codes.is_multiple_of(16));
+        if !p.k.is_multiple_of(16) || !rows || !aligned || picks > 65_535 || share == 0 {
+            let what = format!("{form:?}: {} x {}, {picks} picks, codes at {}", p.n, p.k, p.codes);
+            return Err(CudaError::Shape { kernel: "stored", what });
+        }
+        let kernel = if form == StoredForm::Rg16 { &self.rg16 } else { &self.fp8 };
+        let mode = usize::from(p.pairs) | usize::from(p.divide) << 1;
+        let pair = |a: usize, b: usize| a as u64 | (b as u64) << 32;
+        let words =
+            [p.at, p.ids, p.last, x, y, p.codes as u64, p.scales as u64, pair(p.n, p.k), pair(share, mode)];
+        s.launch(kernel, [p.n.div_ceil(32) as u32, picks as u32, 1], 256, pdl, &Args::new().block(&words))
+    }
+}
