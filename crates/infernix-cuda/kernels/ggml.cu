@@ -3,7 +3,8 @@
 // A lane takes 8 consecutive k of every 256: values exact in FP32 (types with a minimum round their difference once), an FP32
 // chain of fma in rising k, then the 32 sums by halves. A column's bits do not depend on the others.
 // `ggml_*_rows` writes rows as BF16, or as two BF16 parts whose sum has 16 significant bits: what tensor cores multiply.
-// With `tab` the matrix is that of an expert: block y is pick y, expert ids[y], input row y / top, output row y.
+// With `tab` the matrix is that of an expert, `offset` bytes behind its address: block y is pick y, expert ids[y], input row y / top,
+// output row y.
 #include "common.cuh"
 
 enum { T_Q8_0 = 0, T_IQ4_NL = 1, T_Q4_K = 2, T_Q6_K = 3, T_IQ3_S = 4, T_Q5_K = 5, T_F32 = 6 };
@@ -90,7 +91,7 @@ template <int T> DEV void values(const u8* row, int lane, const u32* grid, float
 }
 
 template <int T, int C>
-DEV void ggml_body(const u8* __restrict__ codes, const u64* __restrict__ tab, const int* __restrict__ ids, const u32* __restrict__ grid,
+DEV void ggml_body(const u8* __restrict__ codes, const u64* __restrict__ tab, u64 offset, const int* __restrict__ ids, const u32* __restrict__ grid,
                    const u16* __restrict__ x, void* __restrict__ y, int N, int K, int cols, int x_pitch, int y_pitch, int top, int mode) {
   using B = Block<T>;
   const int lane = threadIdx.x & 31, n = blockIdx.x * 8 + (threadIdx.x >> 5);
@@ -98,7 +99,7 @@ DEV void ggml_body(const u8* __restrict__ codes, const u64* __restrict__ tab, co
   pdl_wait();
   if (n >= N) return;
   const int c0 = tab ? blockIdx.y : blockIdx.y * C, live = tab ? 1 : min(C, cols - c0);
-  const u8* row = (tab ? (const u8*)tab[ids[c0]] : codes) + (size_t)n * (K / B::VALUES) * B::BYTES;
+  const u8* row = (tab ? (const u8*)tab[ids[c0]] + offset : codes) + (size_t)n * (K / B::VALUES) * B::BYTES;
   const u16* xr = x + (size_t)(tab ? c0 / top : c0) * x_pitch;
   float acc[C];
 #pragma unroll
@@ -148,9 +149,9 @@ DEV void rows_body(const u8* __restrict__ codes, const u32* __restrict__ grid, c
 
 #define ENTRY(NAME, T, C)                                                                                                 \
   extern "C" __global__ void __launch_bounds__(256) NAME##_##C(                                                           \
-      const u8* codes, const u64* tab, const int* ids, const u32* grid, const u16* x, void* y, int N, int K, int cols,    \
-      int x_pitch, int y_pitch, int top, int mode) {                                                                      \
-    ggml_body<T, C>(codes, tab, ids, grid, x, y, N, K, cols, x_pitch, y_pitch, top, mode);                                \
+      const u8* codes, const u64* tab, u64 offset, const int* ids, const u32* grid, const u16* x, void* y, int N, int K,    \
+      int cols, int x_pitch, int y_pitch, int top, int mode) {                                                            \
+    ggml_body<T, C>(codes, tab, offset, ids, grid, x, y, N, K, cols, x_pitch, y_pitch, top, mode);                        \
   }
 #define ROWS(NAME, T)                                                                                                      \
   extern "C" __global__ void __launch_bounds__(256) NAME##_rows(const u8* codes, const u32* grid, const int* ids, u16* y, int N, int K, int pitch, \

@@ -74,7 +74,7 @@ impl GgmlGemv {
             _ => (&self.kernels[2], 8),
         };
         let grid = self.grid.as_ref().map_or(0, DeviceBuffer::ptr);
-        let args = Args::new().ptr(codes).ptr(0).ptr(0).ptr(grid).ptr(x).ptr(y);
+        let args = Args::new().ptr(codes).ptr(0).ptr(0).ptr(0).ptr(grid).ptr(x).ptr(y);
         let args = args.ints(&[n, k, cols, x_pitch, y_pitch, 1, usize::from(out == Out::F32)]);
         s.launch(kernel, [n.div_ceil(8) as u32, cols.div_ceil(width) as u32, 1], 256, pdl, &args)
     }
@@ -101,13 +101,14 @@ impl GgmlGemv {
         s.launch(&self.rows, [rows as u32, k.div_ceil(2048) as u32, 1], 256, pdl, &args)
     }
 
-    /// One matrix of the expert of each pick: `tab` U64 `[E]` addresses of its rows, `ids` I32 `[picks]`, input row `pick / top` of
+    /// One matrix of the expert of each pick: its rows begin `offset` bytes behind the address in `tab` U64 `[E]`, `ids` I32 `[picks]`, input row `pick / top` of
     /// `x` (`top` 1: the pick itself), `y` BF16 `[picks][y_pitch]`.
     #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts")]
     pub fn experts(
         &self,
         s: &Stream,
         tab: u64,
+        offset: usize,
         ids: u64,
         picks: usize,
         top: usize,
@@ -121,7 +122,7 @@ impl GgmlGemv {
     ) -> Result<()> {
         self.shape(k, x_pitch)?;
         let grid = self.grid.as_ref().map_or(0, DeviceBuffer::ptr);
-        let args = Args::new().ptr(0).ptr(tab).ptr(ids).ptr(grid).ptr(x).ptr(y);
+        let args = Args::new().ptr(0).ptr(tab).ptr(offset as u64).ptr(ids).ptr(grid).ptr(x).ptr(y);
         let args = args.ints(&[n, k, picks, x_pitch, y_pitch, top.max(1), 0]);
         s.launch(&self.kernels[0], [n.div_ceil(8) as u32, picks as u32, 1], 256, pdl, &args)
     }

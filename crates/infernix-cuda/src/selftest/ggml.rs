@@ -135,7 +135,21 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
             // Rows of the first expert alone are 16-byte aligned in every type; others where the type's loads allow.
             let wide = matches!(ty, GgmlType::Q4K | GgmlType::Q5K | GgmlType::F32);
             if !wide || (per * row_bytes).is_multiple_of(16) {
-                g.experts(&run.stream, dt.ptr(), di.ptr(), 8, 2, per, k, dx.ptr(), xp, y.ptr(), per, false)?;
+                g.experts(
+                    &run.stream,
+                    dt.ptr(),
+                    0,
+                    di.ptr(),
+                    8,
+                    2,
+                    per,
+                    k,
+                    dx.ptr(),
+                    xp,
+                    y.ptr(),
+                    per,
+                    false,
+                )?;
                 run.stream.synchronize()?;
                 let got: Vec<u16> = y.read(0, 8 * per)?;
                 let bad = (0..8 * per)

@@ -1,7 +1,7 @@
 //! Operations of several launches: hyper-connections, recurrence, attention and its index, experts.
 
 use super::context::{Cuda, CudaRouting, CudaSelection};
-use super::experts::{CudaExperts, Store};
+use super::experts::{CudaExperts, Form, Store, Stored};
 use super::fused::Pending;
 use super::state::INDEX_DIM;
 use super::tiers::Records;
@@ -10,12 +10,14 @@ use super::weights::CudaWeight;
 use crate::backend::{At, AttentionWeights, Backend, Boundary, GdnDims, HyperWeights, Op, RopeTable, Trace};
 use crate::error::EngineError;
 use crate::state::KvFormat;
+use infernix_cuda::DeviceBuffer;
 use infernix_cuda::kernels::attention::{Queries, Selection};
 use infernix_cuda::kernels::experts::{ExpertTable, Jobs, act_bytes};
 use infernix_cuda::kernels::gdn::{ChunkArgs, GdnArgs};
 use infernix_cuda::kernels::hyper::HyperWeights as HyperMatrices;
 use infernix_cuda::kernels::linear::{Linear, Out, WeightFormat};
 use infernix_cuda::kernels::rows::Lanes;
+use infernix_cuda::kernels::stored::{StoredExperts, StoredForm, StoredProduct};
 use infernix_cuda::kernels::tile::{Epilogue, ExpertPlanes, Quantise, Sorted, Tile, TileFormat};
 use std::sync::Arc;
 
@@ -27,6 +29,17 @@ pub(super) const FEW_ROWS: usize = 64;
 /// Rows of one span of the chunked delta rule, and the fewest it takes.
 const SPAN: usize = 2048;
 const CHUNK_ROWS: usize = 64;
+
+/// How the tile products find a layer's experts.
+struct ExpertTiles {
+    format: TileFormat,
+    gate_up: ExpertPlanes,
+    down: ExpertPlanes,
+    /// Input scales of the exact arithmetic, and whether they divide.
+    quantise: Option<(u64, bool)>,
+    /// Addresses of planes, where records are not units.
+    _tables: Option<[Arc<Lease>; 2]>,
+}
 
 /// One matrix of a weight, if it is one.
 fn only(w: &CudaWeight) -> Option<&Linear> {
@@ -628,56 +641,54 @@ impl Cuda {
         y: &CudaBuf,
     ) -> Result<(), EngineError> {
         let decode = self.is_decode();
-        if let (Store::Exact { bank, .. }, false) = (&store.store, self.streaming) {
-            self.fetch_experts(*bank, &routing.ids, routing.top)?;
+        let bank = store.bank();
+        if let (Some(bank), false) = (bank, self.streaming) {
+            self.fetch_experts(bank, &routing.ids, routing.top)?;
         }
-        let records = match store.store {
-            Store::Exact { bank, .. } if decode => {
+        let records = match bank {
+            Some(bank) if decode => {
                 self.routed.push((bank, routing.ids.rows_from(0, routing.ids.rows)));
                 self.tiers.records(bank)
             }
-            Store::Exact { bank, .. } if self.streaming => {
+            Some(bank) if self.streaming => {
                 self.chained = false;
                 self.tiers.streamed(&self.stream, bank)?
             }
-            Store::Exact { bank, .. } => self.tiers.records(bank),
-            Store::Chain { .. } | Store::Blocks(_) => Records::default(),
+            Some(bank) => self.tiers.records(bank),
+            None => Records::default(),
         };
-        let exact = matches!(store.store, Store::Exact { .. });
-        let tiled = exact && !decode && x.rows >= FEW_ROWS;
-        let step = match (decode, tiled) {
+        let tiles = if decode || x.rows < FEW_ROWS { None } else { self.expert_tiles(store, records)? };
+        let step = match (decode, &tiles) {
             (true, _) => x.rows.max(1),
-            (_, true) => EXPERT_ROWS,
+            (_, Some(_)) => EXPERT_ROWS,
             _ => BATCH,
         };
         for first in (0..x.rows).step_by(step) {
             let n = step.min(x.rows - first);
             let mut sorted = None;
-            let out = match &store.store {
-                Store::Exact { bank, alpha, input, divisor } => {
-                    let bank = *bank;
+            let out = match (&store.store, &tiles, bank) {
+                (_, Some(tiles), Some(bank)) => {
+                    let (out, slot, base) = self.tiled_experts(x, routing, store, tiles, first, n)?;
+                    sorted = Some(slot);
+                    self.log_sorted(bank, base.ptr(), store.experts)?;
+                    out
+                }
+                (Store::Exact { alpha, input, divisor, .. }, ..) => {
                     let table = ExpertTable {
                         records: records.whole,
                         alpha: alpha.ptr(),
                         input: input.ptr(),
                         divisor: *divisor,
                     };
-                    if tiled {
-                        let (out, slot, base) =
-                            self.tiled_experts(x, routing, store, &table, records.down, first, n)?;
-                        sorted = Some(slot);
-                        self.log_sorted(bank, base.ptr(), store.experts)?;
-                        out
-                    } else {
-                        self.exact_experts(x, routing, store, &table, first, n)?
-                    }
+                    self.exact_experts(x, routing, store, &table, first, n)?
                 }
-                Store::Blocks(banks) => {
+                (Store::Stored(own), ..) => self.stored_experts(x, routing, store, own, records, first, n)?,
+                (Store::Blocks(banks), ..) => {
                     let ids = routing.ids.ptr + (4 * first * routing.top) as u64;
                     let from = Cuda::act(x)? + (2 * first * store.hidden) as u64;
                     self.block_experts(store, banks, ids, from, n, routing.top)?
                 }
-                Store::Chain { gate_up, down } => {
+                (Store::Chain { gate_up, down }, ..) => {
                     let (gate_up, down) = (gate_up.view(), down.view());
                     let (h, i, top) = (store.hidden, store.intermediate, routing.top);
                     let picks = n * top;
@@ -697,8 +708,8 @@ impl Cuda {
             let places = sorted.as_ref().map_or(0, |s: &CudaBuf| s.ptr);
             self.combine(&out, places, routing, shared, shared_logit, y, first, n)?;
         }
-        if let (Store::Exact { bank, .. }, true) = (&store.store, self.streaming && self.round()?.is_last()) {
-            self.tiers.streamed_done(&self.stream, *bank)?;
+        if let (Some(bank), true) = (bank, self.streaming && self.round()?.is_last()) {
+            self.tiers.streamed_done(&self.stream, bank)?;
             self.chained = false;
         }
         Ok(())
@@ -717,7 +728,7 @@ impl Cuda {
         first: usize,
         n: usize,
     ) -> Result<(), EngineError> {
-        let identity = self.identity.as_ref().map_or(0, infernix_cuda::DeviceBuffer::ptr);
+        let identity = self.identity.as_ref().map_or(0, DeviceBuffer::ptr);
         let at = |b: &CudaBuf| b.ptr + (first * b.pitch()) as u64;
         let pdl = self.pdl();
         self.plans
@@ -775,16 +786,132 @@ impl Cuda {
         Ok(out)
     }
 
-    /// Outputs of all picks of some prompt rows in sorted order, and the place of each pick: the canonical quantised inputs, sums
-    /// on tensor cores.
+    /// Outputs of all picks of some rows, in pick order: 16-bit activations, the canonical order of sums (GGML blocks: their own).
     #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts and a range of rows")]
+    fn stored_experts(
+        &mut self,
+        x: &CudaBuf,
+        routing: &CudaRouting,
+        store: &CudaExperts,
+        own: &Stored,
+        records: Records,
+        first: usize,
+        n: usize,
+    ) -> Result<CudaBuf, EngineError> {
+        let (h, i, top, picks) = (store.hidden, store.intermediate, routing.top, n * routing.top);
+        let (mid, out) = (self.fresh(picks, i, false)?, self.fresh(picks, h, false)?);
+        let (stage, stride) = self.tiers.stage();
+        let away = self.tiers.away(own.bank);
+        let identity = self.identity.as_ref().map_or(0, DeviceBuffer::ptr);
+        // A layer that has been streamed is read where it is; else what is the host's comes first, some rows' picks at a time.
+        let fetch = !self.streaming;
+        let most = if top <= StoredExperts::PICKS { StoredExperts::PICKS / top * top } else { 1 };
+        let step = if fetch { most } else { picks };
+        let at = self.arena.lease(8 * StoredExperts::PICKS)?;
+        for p in (0..picks).step_by(step.max(1)) {
+            let count = step.min(picks - p);
+            let ids = routing.ids.ptr + (4 * (first * top + p)) as u64;
+            let from = shift(Cuda::act(x)?, first + p / top, h, 2);
+            let (to, y) = (shift(mid.ptr, p, i, 2), shift(out.ptr, p, h, 2));
+            let pdl = self.pdl();
+            let s = &self.stream;
+            if fetch {
+                let whole = records.whole;
+                self.plans
+                    .stored
+                    .fetch(s, whole, away, ids, count, own.record, stage, stride, at.ptr(), pdl)
+                    .map_err(fault)?;
+            }
+            let product = |down: bool| match &own.form {
+                Form::Rg16 { last, divide } => {
+                    let codes = if down { own.record / 3 * 2 } else { 0 };
+                    (StoredForm::Rg16, (last.ptr(), *divide), codes, 0)
+                }
+                _ => {
+                    let [codes, _, scales] = own.fp8(store, down);
+                    (StoredForm::Fp8Block, (0, false), codes, scales)
+                }
+            };
+            if let Form::Ggml(matrices) = &own.form {
+                let (tab, ids) = if fetch { (at.ptr(), identity) } else { (records.whole, ids) };
+                let up = self.fresh(count, i, false)?;
+                let jobs = [(from, top, to), (from, top, up.ptr), (to, 1, y)];
+                let mut pdl = fetch || pdl;
+                for (m, ((ty, offset), (x, share, y))) in matrices.iter().zip(jobs).enumerate() {
+                    let (n, k) = if m == 2 { (h, i) } else { (i, h) };
+                    if m == 2 {
+                        let chain = &self.plans.chain;
+                        chain.swiglu(&self.stream, to, up.ptr, to, count * i, true).map_err(fault)?;
+                    }
+                    let kernel = self.plans.ggml(*ty).map_err(fault)?;
+                    kernel
+                        .experts(&self.stream, tab, *offset, ids, count, share, n, k, x, k, y, n, pdl)
+                        .map_err(fault)?;
+                    pdl = true;
+                }
+                continue;
+            }
+            for (down, x, share, y) in [(false, from, top, to), (true, to, 1, y)] {
+                let (form, (last, divide), codes, scales) = product(down);
+                let (n, k) = if down { (h, i) } else { (2 * i, h) };
+                let p = StoredProduct { at: at.ptr(), ids, last, divide, codes, scales, n, k, pairs: !down };
+                self.plans.stored.product(s, form, &p, count, x, share, y, true).map_err(fault)?;
+            }
+        }
+        Ok(out)
+    }
+
+    /// The tile products of a layer's experts, where there are some for them.
+    fn expert_tiles(
+        &mut self,
+        store: &CudaExperts,
+        records: Records,
+    ) -> Result<Option<ExpertTiles>, EngineError> {
+        let (h, i, experts) = (store.hidden, store.intermediate, store.experts);
+        let planes = |tab, down, half, (alpha, divisor)| {
+            let (n, k) = if down { (h, i) } else { (2 * i, h) };
+            ExpertPlanes { tab, experts, n, k, k_pad: k, half, alpha, divisor, down }
+        };
+        let records_of = |factor, quantise| {
+            let (gate_up, down) =
+                (planes(records.whole, false, 0, factor), planes(records.down, true, 0, factor));
+            ExpertTiles { format: TileFormat::Rg16, gate_up, down, quantise, _tables: None }
+        };
+        Ok(match &store.store {
+            Store::Exact { alpha, input, divisor, .. } => {
+                Some(records_of((alpha.ptr(), *divisor), Some((input.ptr(), *divisor))))
+            }
+            Store::Stored(own) => match (&own.form, own.tile()) {
+                (Form::Rg16 { last, divide }, _) => Some(records_of((last.ptr(), *divide), None)),
+                (_, Some(format)) => {
+                    let tables = [self.arena.lease(24 * experts)?, self.arena.lease(24 * experts)?];
+                    for (down, table) in [false, true].into_iter().zip(&tables) {
+                        let pdl = self.pdl();
+                        let offsets = own.fp8(store, down);
+                        let (s, to) = (&self.stream, table.ptr());
+                        self.plans
+                            .stored
+                            .planes(s, records.whole, experts, offsets, to, pdl)
+                            .map_err(fault)?;
+                    }
+                    let gate_up = planes(tables[0].ptr(), false, i, (0, false));
+                    let down = planes(tables[1].ptr(), true, 0, (0, false));
+                    Some(ExpertTiles { format, gate_up, down, quantise: None, _tables: Some(tables) })
+                }
+                (_, None) => None,
+            },
+            Store::Blocks(_) | Store::Chain { .. } => None,
+        })
+    }
+
+    /// Outputs of all picks of some prompt rows in sorted order, and the place of each pick: inputs quantised where the arithmetic is
+    /// exact, sums on tensor cores.
     fn tiled_experts(
         &mut self,
         x: &CudaBuf,
         routing: &CudaRouting,
         store: &CudaExperts,
-        table: &ExpertTable,
-        down: u64,
+        tiles: &ExpertTiles,
         first: usize,
         n: usize,
     ) -> Result<(CudaBuf, CudaBuf, Arc<Lease>), EngineError> {
@@ -811,32 +938,22 @@ impl Cuda {
             .map_err(fault)?
             .launch(&self.stream, ids, n, sorted, pdl)
             .map_err(fault)?;
-        let gate_up = ExpertPlanes {
-            tab: table.records,
-            experts,
-            n: 2 * i,
-            k: h,
-            k_pad: h,
-            half: 0,
-            alpha: table.alpha,
-            divisor: table.divisor,
-            down: false,
-        };
-        let last = ExpertPlanes { tab: down, n: h, k: i, k_pad: i, down: true, ..gate_up };
-        let quantise = |down| Some(Quantise { input: table.input, divisor: table.divisor, down });
+        let quantise = |down| tiles.quantise.map(|(input, divisor)| Quantise { input, divisor, down });
         let mid = self.fresh(picks, i, false)?;
         let packed = lease(self, Tile::packed_bytes(places, h))?;
-        let (s, tile) = (&self.stream, self.plans.tile(TileFormat::Rg16).map_err(fault)?);
+        let (s, tile) = (&self.stream, self.plans.tile(tiles.format).map_err(fault)?);
         tile.pack_sorted(s, from, h, h, sorted, top, jobs, quantise(false), packed.ptr(), true)
             .map_err(fault)?;
-        tile.grouped(s, &gate_up, sorted, packed.ptr(), mid.ptr, i, Epilogue::SwiGlu, true).map_err(fault)?;
+        tile.grouped(s, &tiles.gate_up, sorted, packed.ptr(), mid.ptr, i, Epilogue::SwiGlu, true)
+            .map_err(fault)?;
         drop(packed);
         let out = self.fresh(picks, h, false)?;
         let packed = self.arena.lease(Tile::packed_bytes(places, i))?;
-        let (s, tile) = (&self.stream, self.plans.tile(TileFormat::Rg16).map_err(fault)?);
+        let (s, tile) = (&self.stream, self.plans.tile(tiles.format).map_err(fault)?);
         tile.pack_sorted(s, mid.ptr, i, i, sorted, 0, jobs, quantise(true), packed.ptr(), true)
             .map_err(fault)?;
-        tile.grouped(s, &last, sorted, packed.ptr(), out.ptr, h, Epilogue::Rows, true).map_err(fault)?;
+        tile.grouped(s, &tiles.down, sorted, packed.ptr(), out.ptr, h, Epilogue::Rows, true)
+            .map_err(fault)?;
         self.chained = true;
         Ok((out, slot, base))
     }

@@ -333,7 +333,8 @@ impl Cuda {
         if threads > 0 && self.tiers.is_partial() && !self.tiers.on_disk() {
             // What a fifth generation link of 16 lanes brings, where it was not measured.
             let link = self.tiers.link_seconds().unwrap_or(self.tiers.record_bytes() as f64 / 51e9);
-            self.workers = Workers::new(&self.vram.device, self.tiers.in_memory(), threads, link)?;
+            let Some(banks) = self.tiers.in_memory() else { return Ok(()) };
+            self.workers = Workers::new(&self.vram.device, banks, threads, link)?;
         }
         Ok(())
     }

@@ -33,17 +33,20 @@ struct Source {
     path: PathBuf,
     offset: u64,
     stride: u64,
+    /// Bytes of a record.
+    record: usize,
     /// In the flat numbering of all experts.
     experts: Range<usize>,
 }
 
 impl Source {
-    fn open(at: &FileRange, stride: usize, experts: Range<usize>) -> io::Result<Self> {
+    fn open(at: &FileRange, (stride, record): (usize, usize), experts: Range<usize>) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         // Where the file system has no direct reads, through the page cache.
         let direct = rustix::fs::open(&*at.path, flags | OFlags::DIRECT, Mode::empty());
         let file = direct.map_or_else(|_| File::open(&at.path), |fd| Ok(File::from(fd)))?;
-        Ok(Source { file, path: at.path.to_path_buf(), offset: at.offset, stride: stride as u64, experts })
+        let path = at.path.to_path_buf();
+        Ok(Source { file, path, offset: at.offset, stride: stride as u64, record, experts })
     }
 
     /// First byte of an expert's record.
@@ -76,13 +79,12 @@ fn read_blocks(file: &File, mut at: u64, out: &mut [u8], least: usize) -> io::Re
 /// Reads the record of each expert to its place, from `skew` bytes after the start on; gives the experts that failed twice.
 fn read_records(
     sources: &[Source],
-    record: usize,
     broken: Option<usize>,
     jobs: Vec<(usize, &mut [u8])>,
 ) -> Vec<(usize, String)> {
     let read = |(expert, out): (usize, &mut [u8])| {
         let source = sources.iter().find(|s| s.experts.contains(&expert))?;
-        let first = source.at(expert);
+        let (first, record) = (source.at(expert), source.record);
         let begin = first - first % ALIGN as u64;
         let span = ((first - begin) as usize + record).next_multiple_of(ALIGN);
         let size = span.div_ceil(PIECES).next_multiple_of(ALIGN);
@@ -178,7 +180,6 @@ pub(super) struct Disk {
     memory: PinnedBuffer,
     /// Bytes of a slot; after all slots come the landing places of prompts.
     stride: usize,
-    record: usize,
     slots: Slots,
     landed: [Event; 2],
     half: usize,
@@ -188,10 +189,11 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    /// Slots for `bytes` of host memory; `banks`: where each is, bytes between its records, its experts.
+    /// Slots for `bytes` of host memory; `banks`: where each is, bytes from one of its records to the next and of one, its experts.
+    /// `record`: bytes of the largest.
     pub(super) fn new(
         device: &Arc<Device>,
-        banks: &[(FileRange, usize, Range<usize>)],
+        banks: &[(FileRange, (usize, usize), Range<usize>)],
         record: usize,
         bytes: usize,
     ) -> Result<Self, EngineError> {
@@ -207,8 +209,8 @@ impl Disk {
                 (least * stride).div_ceil(1 << 20)
             )));
         }
-        let open = |(at, stride, experts): &(FileRange, usize, Range<usize>)| {
-            Source::open(at, *stride, experts.clone())
+        let open = |(at, sizes, experts): &(FileRange, (usize, usize), Range<usize>)| {
+            Source::open(at, *sizes, experts.clone())
                 .map_err(|e| EngineError::Source { name: at.path.display().to_string(), source: Box::new(e) })
         };
         let sources = banks.iter().map(open).collect::<Result<Vec<_>, _>>()?;
@@ -217,7 +219,6 @@ impl Disk {
             sources,
             memory: device.pinned((slots + 2 * LANDING) * stride).map_err(fault)?,
             stride,
-            record,
             slots: Slots::new(experts, slots),
             landed: [device.event().map_err(fault)?, device.event().map_err(fault)?],
             half: 0,
@@ -239,9 +240,12 @@ impl Disk {
         self.slots.owner.len()
     }
 
+    fn source(&self, expert: usize) -> Option<&Source> {
+        self.sources.iter().find(|s| s.experts.contains(&expert))
+    }
+
     fn skew(&self, expert: usize) -> u64 {
-        let source = self.sources.iter().find(|s| s.experts.contains(&expert));
-        source.map_or(0, |s| s.at(expert) % ALIGN as u64)
+        self.source(expert).map_or(0, |s| s.at(expert) % ALIGN as u64)
     }
 
     /// Where the device finds an expert in host memory.
@@ -262,7 +266,7 @@ impl Disk {
             pieces.push((*expert, own));
             (rest, at) = (tail, place + 1);
         }
-        let failed = read_records(&self.sources, self.record, self.broken, pieces);
+        let failed = read_records(&self.sources, self.broken, pieces);
         self.counts.reads += jobs.len() as u64;
         self.counts.waited += clock.elapsed().as_micros() as u64;
         failed
@@ -302,7 +306,8 @@ impl Disk {
             }
             for ((e, to), (_, place)) in chunk.iter().zip(&jobs) {
                 let from = self.memory.device_ptr() + (place * self.stride) as u64 + self.skew(*e);
-                copies.copy(*to, from, self.record).map_err(fault)?;
+                let record = self.source(*e).map_or(0, |s| s.record);
+                copies.copy(*to, from, record).map_err(fault)?;
             }
             copies.record(&self.landed[half]).map_err(fault)?;
         }
@@ -365,13 +370,13 @@ mod tests {
         bytes.truncate(offset + 3 * step + RECORD);
         File::create(&path).unwrap().write_all(&bytes).unwrap();
         let at = FileRange { path: path.as_path().into(), offset: offset as u64 };
-        let sources = [Source::open(&at, step, 10..14).unwrap()];
+        let sources = [Source::open(&at, (step, RECORD), 10..14).unwrap()];
         let stride = (RECORD + 2 * ALIGN).next_multiple_of(ALIGN);
         for broken in [None, Some(12)] {
             let mut memory = vec![0xAAu8; 5 * stride + ALIGN];
             let slots = aligned(&mut memory, 5, stride);
             let jobs = slots.chunks_mut(stride).enumerate().take(4).map(|(i, s)| (13 - i, s)).collect();
-            let failed = read_records(&sources, RECORD, broken, jobs);
+            let failed = read_records(&sources, broken, jobs);
             assert_eq!(
                 failed.iter().map(|f| f.0).collect::<Vec<_>>(),
                 broken.into_iter().collect::<Vec<_>>()
@@ -396,11 +401,11 @@ mod tests {
         let path = folder.path().join("bank");
         File::create(&path).unwrap().write_all(&vec![7u8; 3 * RECORD - 1]).unwrap();
         let at = FileRange { path: path.as_path().into(), offset: 0 };
-        let sources = [Source::open(&at, RECORD, 0..3).unwrap()];
+        let sources = [Source::open(&at, (RECORD, RECORD), 0..3).unwrap()];
         let stride = (RECORD + 2 * ALIGN).next_multiple_of(ALIGN);
         let mut memory = vec![0u8; 3 * stride + ALIGN];
         let jobs = aligned(&mut memory, 3, stride).chunks_mut(stride).enumerate().collect();
-        let failed = read_records(&sources, RECORD, None, jobs);
+        let failed = read_records(&sources, None, jobs);
         assert_eq!(failed.iter().map(|f| f.0).collect::<Vec<_>>(), [2]);
         assert!(failed[0].1.contains("bank: record of 5000 bytes at 10000"), "{}", failed[0].1);
     }

@@ -1,7 +1,7 @@
-//! Routed experts of a layer: exact W4A4 over records as stored, or the canonical chain over exact codes.
+//! Routed experts of a layer: records as stored, by the exact W4A4 arithmetic or with 16-bit activations, or matrices of exact codes.
 
 use super::ggml::BlockBank;
-use super::tiers::Tiers;
+use super::tiers::{RecordShape, Tiers};
 use super::vram::{Vram, fault};
 use super::workers::Matrices;
 use crate::backend::cpu::CpuExperts;
@@ -11,7 +11,11 @@ use crate::numerics::w4a4::{self, Scale};
 use half::bf16;
 use infernix_cuda::DeviceBuffer;
 use infernix_cuda::kernels::chain::ChainMatrix;
+use infernix_cuda::kernels::ggml::GgmlGemv;
+use infernix_cuda::kernels::linear::WeightFormat;
+use infernix_cuda::kernels::tile::TileFormat;
 use infernix_formats::expert_bank::{BankShape, ExpertMatrix};
+use infernix_formats::ggml::GgmlType;
 use infernix_formats::scalar::e4m3_to_f32;
 use infernix_formats::{Format, Layout};
 
@@ -26,10 +30,86 @@ pub struct CudaExperts {
 pub(super) enum Store {
     /// Records where [`Tiers`] keeps them; FP32 `[E][3]` combined and input scales.
     Exact { bank: usize, alpha: DeviceBuffer, input: DeviceBuffer, divisor: bool },
+    /// Records where [`Tiers`] keeps them, 16-bit activations.
+    Stored(Stored),
     /// Gate, up and down in blocks of a GGUF file, resident.
     Blocks(Box<[BlockBank; 3]>),
     /// Everything else, resident.
     Chain { gate_up: Matrix, down: Matrix },
+}
+
+/// Records of a bank and how their matrices lie.
+pub(super) struct Stored {
+    pub(super) bank: usize,
+    pub(super) record: usize,
+    pub(super) form: Form,
+}
+
+pub(super) enum Form {
+    /// FP32 `[E][3]` of the matrices, multipliers or divisors.
+    Rg16 {
+        last: DeviceBuffer,
+        divide: bool,
+    },
+    Fp8,
+    /// Types of gate, up and down, and where each begins.
+    Ggml([(GgmlType, usize); 3]),
+}
+
+impl Stored {
+    /// The bank's records, if there are kernels for them.
+    fn of(
+        vram: &Vram,
+        tiers: &mut Tiers,
+        host: &CpuExperts,
+        spec: &ExpertSpec,
+        data: &ExpertData,
+    ) -> Result<Option<Self>, EngineError> {
+        let (ExpertData::Bank(part), Activation::A16) = (data, spec.activation) else { return Ok(None) };
+        let shape = BankShape::of(part.layout, part.format, &part.shape)
+            .map_err(|e| EngineError::Weight { name: spec.name.clone(), what: e.to_string() })?;
+        let record = shape.record_bytes as usize;
+        let (form, down) = match part.layout {
+            Layout::Nvfp4ExpertRg16V1 => {
+                let last: Vec<f32> = (0..spec.experts).flat_map(|e| host.globals(e)).collect();
+                let form = Form::Rg16 { last: put(vram, &last)?, divide: part.format == Format::Nvfp4 };
+                (form, record / 3 * 2)
+            }
+            // Rows of whole chunks of the tile products.
+            Layout::Fp8ExpertBlock128V1 if (spec.hidden | spec.intermediate).is_multiple_of(64) => {
+                (Form::Fp8, 2 * spec.hidden * spec.intermediate)
+            }
+            Layout::GgmlExpertV1 => match shape.types {
+                Some(types) if types.iter().all(|t| GgmlGemv::TYPES.contains(t)) => {
+                    let at = |m| shape.blocks(m).start as usize;
+                    let [gate, up, down] = ExpertMatrix::ALL.map(|m| (types[m.index()], at(m)));
+                    (Form::Ggml([gate, up, down]), down.1)
+                }
+                _ => return Ok(None),
+            },
+            _ => return Ok(None),
+        };
+        let lie = RecordShape { experts: spec.experts, stride: shape.stride as usize, record, down };
+        let bank = tiers.add(&spec.name, part.bytes.clone(), part.file.clone(), lie, None);
+        Ok(Some(Stored { bank, record, form }))
+    }
+
+    /// FP8: bytes before the codes of gate and up or of down, before the high bits there are none of, and before the scales.
+    pub(super) fn fp8(&self, e: &CudaExperts, down: bool) -> [usize; 3] {
+        let (codes, tiles) =
+            (e.hidden * e.intermediate, e.hidden.div_ceil(128) * e.intermediate.div_ceil(128));
+        let first = (3 * codes).next_multiple_of(256);
+        if down { [2 * codes, 0, first + 8 * tiles] } else { [0, 0, first] }
+    }
+
+    /// The tile product that takes these records in prompts.
+    pub(super) fn tile(&self) -> Option<TileFormat> {
+        match self.form {
+            Form::Rg16 { .. } => Some(TileFormat::Rg16),
+            Form::Fp8 => Some(TileFormat::Rows(WeightFormat::Fp8Block)),
+            Form::Ggml(_) => None,
+        }
+    }
 }
 
 /// Matrices of all experts as exact codes.
@@ -58,6 +138,15 @@ impl Matrix {
 }
 
 impl CudaExperts {
+    /// The bank of records, where these are in one.
+    pub(super) fn bank(&self) -> Option<usize> {
+        match &self.store {
+            Store::Exact { bank, .. } => Some(*bank),
+            Store::Stored(s) => Some(s.bank),
+            Store::Blocks(_) | Store::Chain { .. } => None,
+        }
+    }
+
     pub(super) fn new(
         vram: &Vram,
         tiers: &mut Tiers,
@@ -74,6 +163,9 @@ impl CudaExperts {
         }
         // The host backend checks shapes and scales.
         let host = CpuExperts::new(spec, data.clone())?;
+        if let Some(stored) = Stored::of(vram, tiers, &host, spec, &data)? {
+            return Ok(CudaExperts { experts, hidden, intermediate, store: Store::Stored(stored) });
+        }
         if let Some(banks) = BlockBank::of_experts(vram, &host, spec)? {
             return Ok(CudaExperts { experts, hidden, intermediate, store: Store::Blocks(Box::new(banks)) });
         }
@@ -106,7 +198,10 @@ impl CudaExperts {
                     input: flat,
                     divisor,
                 };
-                let bank = tiers.add(&spec.name, part.bytes.clone(), part.file.clone(), matrices);
+                // Gate and up before down: two of three equal parts.
+                let (stride, record) = (matrices.stride, matrices.record);
+                let lie = RecordShape { experts, stride, record, down: record / 3 * 2 };
+                let bank = tiers.add(&spec.name, part.bytes.clone(), part.file.clone(), lie, Some(matrices));
                 Store::Exact { bank, alpha: a, input: i, divisor }
             }
             _ => {

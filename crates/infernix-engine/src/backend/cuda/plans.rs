@@ -19,6 +19,7 @@ use infernix_cuda::kernels::prep::AttentionPrep;
 use infernix_cuda::kernels::rows::RowOps;
 use infernix_cuda::kernels::select::IndexSelect;
 use infernix_cuda::kernels::skinny::Skinny;
+use infernix_cuda::kernels::stored::StoredExperts;
 use infernix_cuda::kernels::tile::{Sort, Tile, TileFormat};
 use infernix_formats::ggml::GgmlType;
 use std::collections::HashMap;
@@ -39,6 +40,7 @@ pub(super) struct Plans {
     pub(super) chain: ExpertChain,
     pub(super) prep: AttentionPrep,
     pub(super) skinny: Skinny,
+    pub(super) stored: StoredExperts,
     group: HashMap<GroupShape, Option<GemvGroup>>,
     gemv: HashMap<(&'static str, usize, usize, usize), Gemv>,
     tile: HashMap<&'static str, Tile>,
@@ -73,6 +75,7 @@ impl Plans {
             chain: ExpertChain::new(device)?,
             prep: AttentionPrep::new(device)?,
             skinny: Skinny::new(device)?,
+            stored: StoredExperts::new(device)?,
             group: HashMap::new(),
             gemv: HashMap::new(),
             tile: HashMap::new(),

@@ -17,6 +17,7 @@ use crate::error::EngineError;
 use crate::residency::{HALF_LIFE, Move, Residency};
 use infernix_cuda::DeviceBuffer;
 use infernix_cuda::driver::{Event, PinnedBuffer, Registered, Stream};
+use infernix_cuda::kernels::stored::StoredExperts;
 use infernix_cuda::kernels::zipf::ZipfRoute;
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,10 +44,24 @@ struct Bank {
     bytes: Bytes,
     /// Where they lie in a file.
     file: Option<FileRange>,
-    matrices: Arc<Matrices>,
+    shape: RecordShape,
+    /// What the CPU computes missing experts from; `None` where it cannot.
+    matrices: Option<Arc<Matrices>>,
     /// In the flat numbering of all experts.
     experts: Range<usize>,
     host: Option<Registered>,
+}
+
+/// How a bank's records lie.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RecordShape {
+    pub(super) experts: usize,
+    /// Bytes from one record to the next.
+    pub(super) stride: usize,
+    /// Bytes of a record.
+    pub(super) record: usize,
+    /// Bytes of a record before its down part.
+    pub(super) down: usize,
 }
 
 /// Where a layer's records are: device addresses of arrays of addresses.
@@ -88,9 +103,12 @@ pub(super) struct Tiers {
     /// A known law of routing says which experts come first.
     routing: Option<Routing>,
     banks: Vec<Bank>,
+    /// Bytes of the largest record.
     record: usize,
     frame: usize,
     frames: Option<DeviceBuffer>,
+    /// Where a decode round brings records that the CPU's threads do not know and kernels do not read over the link.
+    stage: Option<DeviceBuffer>,
     /// Address of every frame: those of `frames`, then the lent ones.
     places: Vec<u64>,
     /// Whether memory of prompts is lent, and the addresses of the arena that is.
@@ -134,6 +152,7 @@ impl Tiers {
             record: 0,
             frame: 0,
             frames: None,
+            stage: None,
             places: Vec::new(),
             lend: lend && matches!(placement, Placement::Auto | Placement::Frames(_)),
             lent_arena: 0..0,
@@ -152,20 +171,22 @@ impl Tiers {
         }
     }
 
-    /// Takes a bank of records `stride` apart; gives its number.
+    /// Takes a bank; gives its number.
     pub(super) fn add(
         &mut self,
         name: &str,
         bytes: Bytes,
         file: Option<FileRange>,
-        matrices: Matrices,
+        shape: RecordShape,
+        matrices: Option<Matrices>,
     ) -> usize {
         let first = self.banks.last().map_or(0, |b| b.experts.end);
         let part = if name.starts_with("mtp/") { Part::Drafter } else { Part::Target };
-        self.record = self.record.max(matrices.record);
+        self.record = self.record.max(shape.record);
         self.frame = self.record.next_multiple_of(256);
-        let experts = first..first + matrices.experts;
-        self.banks.push(Bank { part, bytes, file, matrices: Arc::new(matrices), experts, host: None });
+        let experts = first..first + shape.experts;
+        let matrices = matrices.map(Arc::new);
+        self.banks.push(Bank { part, bytes, file, shape, matrices, experts, host: None });
         self.banks.len() - 1
     }
 
@@ -173,7 +194,7 @@ impl Tiers {
         self.banks.last().map_or(0, |b| b.experts.end)
     }
 
-    /// Layers with experts of the exact arithmetic.
+    /// Layers whose experts are records here.
     pub(super) fn layers(&self) -> usize {
         self.banks.iter().filter(|b| b.part == Part::Target).count()
     }
@@ -189,7 +210,7 @@ impl Tiers {
         (own, self.places.len() - own)
     }
 
-    /// Bytes of a record.
+    /// Bytes of the largest record.
     pub(super) fn record_bytes(&self) -> usize {
         self.record
     }
@@ -199,10 +220,17 @@ impl Tiers {
         if let Some(d) = &self.disk {
             return d.address(expert).unwrap_or(0);
         }
-        let b = self.banks.partition_point(|b| b.experts.end <= expert);
-        let bank = &self.banks[b];
-        let at = ((expert - bank.experts.start) * bank.matrices.stride) as u64;
+        let bank = self.bank_of(expert);
+        let at = ((expert - bank.experts.start) * bank.shape.stride) as u64;
         bank.host.as_ref().map_or(0, |h| h.device_ptr() + at)
+    }
+
+    fn bank_of(&self, expert: usize) -> &Bank {
+        &self.banks[self.banks.partition_point(|b| b.experts.end <= expert)]
+    }
+
+    fn record_of(&self, expert: usize) -> usize {
+        self.bank_of(expert).shape.record
     }
 
     /// Gives frames to experts, in what all else has left, and fills them. `arena`: addresses of activations that only prompts use.
@@ -218,8 +246,14 @@ impl Tiers {
         }
         let banks: Vec<usize> = self.banks.iter().map(|b| b.experts.len()).collect();
         let room = vram.left()?.saturating_sub(HEADROOM);
-        let Frames { own: frames, ring, from_disk } =
-            Frames::plan(self.placement, room, &banks, (self.record, self.frame), self.ram)?;
+        let plan = |room| Frames::plan(self.placement, room, &banks, (self.record, self.frame), self.ram);
+        let mut planned = plan(room)?;
+        if planned.own < n && self.banks.iter().any(|b| b.matrices.is_none()) {
+            let stage = StoredExperts::PICKS * self.frame;
+            planned = plan(room.saturating_sub(stage))?;
+            self.stage = Some(vram.alloc("expert stage", stage)?);
+        }
+        let Frames { own: frames, ring, from_disk } = planned;
         let memory = vram.alloc("expert frames", frames * self.frame)?;
         self.places = (0..frames).map(|f| memory.at(f * self.frame)).collect();
         if frames < n {
@@ -276,13 +310,12 @@ impl Tiers {
         stream.record(&start).map_err(fault)?;
         for (frame, to) in self.places.iter().enumerate().filter(|_| self.disk.is_none()) {
             let Some(expert) = self.residency.owner(frame) else { continue };
-            let b = self.banks.partition_point(|b| b.experts.end <= expert);
-            let bank = &self.banks[b];
+            let bank = self.bank_of(expert);
             if bank.host.is_some() {
-                stream.copy(*to, self.host_address(expert), self.record).map_err(fault)?;
+                stream.copy(*to, self.host_address(expert), bank.shape.record).map_err(fault)?;
             } else {
-                let at = (expert - bank.experts.start) * bank.matrices.stride;
-                let words = &(*bank.bytes).as_ref()[at..at + self.record];
+                let at = (expert - bank.experts.start) * bank.shape.stride;
+                let words = &(*bank.bytes).as_ref()[at..at + bank.shape.record];
                 memory.write(frame * self.frame, words).map_err(fault)?;
             }
         }
@@ -336,7 +369,7 @@ impl Tiers {
                     self.ram >> 20
                 )));
             };
-            banks.push((file.clone(), b.matrices.stride, b.experts.clone()));
+            banks.push((file.clone(), (b.shape.stride, b.shape.record), b.experts.clone()));
         }
         self.disk = Some(Disk::new(&vram.device, &banks, self.record, self.ram)?);
         Ok(())
@@ -378,7 +411,7 @@ impl Tiers {
         let n = self.total();
         for e in &wanted {
             let address = Some(self.record_address(*e)).filter(|a| *a != 0).unwrap_or(stand_in);
-            let down = address + self.down_offset();
+            let down = address + self.down_offset(*e);
             if let Some(a) = &mut self.addresses {
                 put(a, *e, address);
                 put(a, n + *e, down);
@@ -433,7 +466,7 @@ impl Tiers {
 
     fn set_address(&mut self, expert: usize) {
         let address = self.record_address(expert);
-        let down = address + self.down_offset();
+        let down = address + self.down_offset(expert);
         let n = self.total();
         if let Some(a) = &mut self.addresses {
             put(a, expert, address);
@@ -444,9 +477,8 @@ impl Tiers {
         self.dirty = true;
     }
 
-    /// Bytes of gate and up before down in a record: two of three equal parts.
-    fn down_offset(&self) -> u64 {
-        (self.record / 3 * 2) as u64
+    fn down_offset(&self, expert: usize) -> u64 {
+        self.bank_of(expert).shape.down as u64
     }
 
     /// Addresses of the records of a bank's experts and of their down parts, U64 each.
@@ -465,9 +497,14 @@ impl Tiers {
         self.table.as_ref().map_or(0, |t| t.at(at))
     }
 
-    /// Every bank's records in host memory.
-    pub(super) fn in_memory(&self) -> Vec<(Bytes, Arc<Matrices>)> {
-        self.banks.iter().map(|b| (b.bytes.clone(), b.matrices.clone())).collect()
+    /// Every bank's records in host memory; `None` where the CPU cannot compute some.
+    pub(super) fn in_memory(&self) -> Option<Vec<(Bytes, Arc<Matrices>)>> {
+        self.banks.iter().map(|b| Some((b.bytes.clone(), b.matrices.clone()?))).collect()
+    }
+
+    /// Places of [`StoredExperts::PICKS`] records and the bytes between them; 0 where every record has a frame.
+    pub(super) fn stage(&self) -> (u64, usize) {
+        (self.stage.as_ref().map_or(0, DeviceBuffer::ptr), self.frame)
     }
 
     /// Seconds that a record took over the link when frames were filled, if enough were.
@@ -551,7 +588,8 @@ impl Tiers {
         if !started.is_empty() {
             // The last round is over: nothing reads the frames, whose old owners the next round looks for in host memory.
             for m in &started {
-                copies.copy(self.places[m.frame], self.host_address(m.expert), self.record).map_err(fault)?;
+                let (to, from) = (self.places[m.frame], self.host_address(m.expert));
+                copies.copy(to, from, self.record_of(m.expert)).map_err(fault)?;
             }
             copies.record(done).map_err(fault)?;
             self.counts.promotions += started.len() as u64;
@@ -573,8 +611,7 @@ impl Tiers {
     fn may_leave(&self, residency: &Residency, expert: usize) -> bool {
         let own = self.frames().0;
         let stays = |e: usize| residency.frame_of(e).is_some_and(|f| f < own);
-        let b = self.banks.partition_point(|b| b.experts.end <= expert);
-        let absent = self.banks[b].experts.clone().filter(|e| !stays(*e)).count();
+        let absent = self.bank_of(expert).experts.clone().filter(|e| !stays(*e)).count();
         !stays(expert) || self.ring.as_ref().is_none_or(|r| absent < r.half)
     }
 
@@ -595,7 +632,7 @@ impl Tiers {
                     _ => self.host_address(e),
                 };
                 put(&mut ring.addresses, e, address);
-                put(&mut ring.addresses, self.total() + e, address + self.down_offset());
+                put(&mut ring.addresses, self.total() + e, address + self.down_offset(e));
             }
         }
         let sent =
@@ -624,7 +661,7 @@ impl Tiers {
                     moves.push((e, to));
                     continue;
                 }
-                copies.copy(to, from, self.record).map_err(fault)?;
+                copies.copy(to, from, bank.shape.record).map_err(fault)?;
             }
         }
         if let Some(disk) = &mut self.disk {
