@@ -1,5 +1,6 @@
 //! Scalar oracles: random stored words and their exact values, and the reference arithmetic the kernels are held to.
 
+pub mod chain;
 pub mod fp4;
 pub mod kv8;
 pub mod num;

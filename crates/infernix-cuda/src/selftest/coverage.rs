@@ -64,6 +64,7 @@ const KERNELS: &[(&str, &[&str])] = &[
     ("tile", &["tile_*", "tilew_*", "pack_32", "pack_64", "pack_64p"]),
     ("tile_experts", &["tile4_rg16", "pack_16", "pack_fp4", "sort_count", "sort_place"]),
     ("prefill", &["attn_prefill_*"]),
+    ("stored", &["expert_fetch", "expert_planes", "stored_*"]),
 ];
 
 fn covers(pattern: &str, kernel: &str) -> bool {

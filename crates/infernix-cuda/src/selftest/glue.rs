@@ -13,6 +13,7 @@ use crate::kernels::ple::{PleOps, PleState};
 use crate::kernels::rows::{Lanes, RowOps};
 use crate::kernels::select::IndexPages;
 use crate::kernels::zipf::ZipfRoute;
+use crate::oracle;
 use crate::oracle::num::{bf16, bf16_half_ulp, f32_to_bf16, sigmoid, silu};
 use crate::oracle::w4a4;
 use crate::oracle::words::Words;
@@ -312,20 +313,14 @@ fn chain(run: &mut Run) -> Result<()> {
         let m = ChainMatrix { codes: dc.ptr(), scales: ds.ptr(), last: dl.ptr(), rows: n, k, group, divide };
         op.product(&run.stream, &m, 0, n, di.ptr(), picks, dx.ptr(), 1, y.ptr(), false)?;
         run.stream.synchronize()?;
+        let values = |v: &[u16]| v.iter().map(|w| bf16(*w)).collect::<Vec<f32>>();
+        let (codes, x) = (values(&codes), values(&x));
         let mut want = Vec::new();
         for (p, e) in ids.iter().enumerate() {
             for r in 0..n {
                 let row = *e as usize * n + r;
-                let mut spans = [0f32; 8];
-                for (s, v) in spans.iter_mut().enumerate() {
-                    for g in s * groups / 8..(s + 1) * groups / 8 {
-                        let t = (g * group..((g + 1) * group).min(k))
-                            .fold(0f32, |t, i| bf16(codes[row * k + i]).mul_add(bf16(x[p * k + i]), t));
-                        *v = scales[row * groups + g].mul_add(t, *v);
-                    }
-                }
-                let s = spans;
-                let v = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+                let (codes, scales) = (&codes[row * k..][..k], &scales[row * groups..][..groups]);
+                let v = oracle::chain::sum(codes, scales, &x[p * k..][..k], group);
                 want.push(f32_to_bf16(if divide { v / last[row] } else { v * last[row] }));
             }
         }

@@ -18,6 +18,7 @@ mod prefill;
 mod rows;
 mod select;
 mod state;
+mod stored;
 mod tile;
 
 use crate::driver::{Device, Stream};
@@ -66,6 +67,7 @@ pub const FAMILIES: &[&str] = &[
     "tile_experts",
     "tile_bench",
     "prefill",
+    "stored",
 ];
 
 /// One family's context and results.
@@ -180,6 +182,7 @@ pub fn selftest(options: &Options) -> Result<Value> {
             "tile" => tile::dense(&mut run),
             "tile_experts" => tile::experts(&mut run),
             "tile_bench" => tile::bench(&mut run),
+            "stored" => stored::run(&mut run),
             _ => prefill::attention(&mut run),
         };
         let faulted = done.is_err();
