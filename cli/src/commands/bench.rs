@@ -245,8 +245,15 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
             geometry.with_layers(n)
         }
     };
+    let geometry = match &args.synthetic_experts {
+        None => geometry,
+        Some(f) => geometry.with_experts(format_named(f, &synthetic::EXPERT_FORMATS)?),
+    };
     let geometry = args.synthetic_ngram_rows.map_or(geometry, |n| geometry.with_ngram_rows(n));
-    let format = args.synthetic_format.as_deref().map_or(Ok(geometry.format), synthetic_format)?;
+    let format = match &args.synthetic_format {
+        None => geometry.format,
+        Some(f) => format_named(f, &synthetic::FORMATS)?,
+    };
     let sizes = synthetic::sizes(&geometry, format)?;
     let free = available_memory();
     if free > 0 && sizes.bytes + sizes.bytes / 16 > free && args.model.expert_ram_mib.is_some() {
@@ -285,12 +292,11 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
     })
 }
 
-/// A format by its container name, or by the start of one.
-fn synthetic_format(name: &str) -> anyhow::Result<Format> {
-    let found =
-        synthetic::FORMATS.into_iter().find(|f| f.name() == name || f.name().split('_').next() == Some(name));
-    found.ok_or_else(|| {
-        let names: Vec<_> = synthetic::FORMATS.iter().map(|f| f.name()).collect();
+/// One of `all` by its container name, or by the start of one.
+fn format_named(name: &str, all: &[Format]) -> anyhow::Result<Format> {
+    let found = all.iter().find(|f| f.name() == name || f.name().split('_').next() == Some(name));
+    found.copied().ok_or_else(|| {
+        let names: Vec<_> = all.iter().map(|f| f.name()).collect();
         usage(format!("no synthetic weights in {name:?}; there are {}", names.join(", ")))
     })
 }

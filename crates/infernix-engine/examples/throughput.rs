@@ -1,14 +1,16 @@
 //! Throughput of a synthetic model on a CUDA device, without the rest of the program:
-//! `throughput GEOMETRY BUDGET_MIB PROMPT GENERATE REPETITIONS CHUNK [--depth N] [--profile FILE] [--layers N] [--window N] [--workers N] [--lend 0|1] [--costs]`.
+//! `throughput GEOMETRY BUDGET_MIB PROMPT GENERATE REPETITIONS CHUNK [--depth N] [--profile FILE] [--layers N] [--window N] [--workers N] [--lend 0|1] [--costs]
+//! [--experts FORMAT] [--a16]`.
 //! One JSON document; `infernix bench` measures the same way.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program")]
 
 use infernix_engine::EngineError;
+use infernix_engine::backend::ActivationPolicy;
 use infernix_engine::backend::cuda::{Cuda, CudaOptions, Routing};
 use infernix_engine::driver::{Driver, DriverOptions, Want, argmax};
 use infernix_engine::model::{LoadOptions, load};
 use infernix_engine::numerics::round::mix;
-use infernix_engine::synthetic::{Geometry, build};
+use infernix_engine::synthetic::{EXPERT_FORMATS, Geometry, build};
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -31,6 +33,11 @@ fn run() -> Result<Value, EngineError> {
     let geometry = args.first().and_then(|n| Geometry::find(n)).ok_or_else(usage)?;
     let geometry =
         if count("--layers") > 0 { geometry.with_layers(count("--layers") as u64) } else { geometry };
+    let experts =
+        flag("--experts").map(|f| EXPERT_FORMATS.into_iter().find(|e| e.name() == f).ok_or_else(usage));
+    let geometry = experts.transpose()?.map_or(geometry, |f| geometry.with_experts(f));
+    let a16 = args.iter().any(|a| a == "--a16");
+    let activations = if a16 { ActivationPolicy::A16 } else { ActivationPolicy::Artifact };
     let (budget, prompt, generate) = (number(1)?, number(2)?, number(3)?);
     let (repetitions, chunk, depth) = (number(4)?, number(5)?.max(1), count("--depth"));
     let profile = flag("--profile");
@@ -52,7 +59,7 @@ fn run() -> Result<Value, EngineError> {
     };
     let backend = Cuda::new(options)?;
     let rate = backend.copy_rate()?;
-    let model = load(backend, &source, LoadOptions::default())?;
+    let model = load(backend, &source, LoadOptions { activations, ..LoadOptions::default() })?;
     let options = DriverOptions { tokens: depth + prompt + generate + 64, ..DriverOptions::default() };
     let mut d = Driver::new(model, geometry.ngram()?, options)?;
     let loaded = clock.elapsed().as_secs_f64();

@@ -9,9 +9,10 @@ use crate::error::EngineError;
 use crate::memory::HugeMemory;
 use crate::model::MemorySource;
 use crate::ngram::{Ngram, NgramOptions, RowSource};
-use infernix_formats::expert_bank::BankShape;
-use infernix_formats::scalar::{bf16_from_f32, e4m3_from_f32, f16_from_f32};
-use infernix_formats::{Format, Layout, PlaneRole, encoded_size, planes};
+use infernix_formats::expert_bank::{BankShape, ExpertMatrix};
+use infernix_formats::ggml::{self, GgmlType};
+use infernix_formats::scalar::{bf16_from_f32, e4m3_from_f32, e4m3_to_f32, f16_from_f32};
+use infernix_formats::{Format, FormatError, Layout, PlaneRole, encoded_size, planes};
 use infernix_model::{
     Class, Component, ModelConfig, Parameter, expert_parent_names, parameters, source_prefix,
 };
@@ -48,8 +49,10 @@ struct Numbers {
     intermediate: u64,
     /// Experts, experts a token, width of one; `None` is dense.
     experts: Option<(u64, u64, u64)>,
-    /// A published model: NVFP4 experts with 4-bit activations whatever the format of the rest.
+    /// A published model: its experts are a bank whatever the format of the rest.
     published: bool,
+    /// Format of the bank; NVFP4 has 4-bit activations.
+    bank: Format,
     /// Hyper-connections, sparse attention and n-gram embedding of Flash-Next.
     next: bool,
     /// Rows of one head's n-gram table, at least.
@@ -67,6 +70,7 @@ const TEST: Numbers = Numbers {
     intermediate: 256,
     experts: None,
     published: false,
+    bank: Format::Nvfp4Mul,
     next: false,
     ngram_base: 0,
 };
@@ -83,6 +87,7 @@ const PUBLISHED: Numbers = Numbers {
     intermediate: 640,
     experts: Some((512, 10, 640)),
     published: true,
+    bank: Format::Nvfp4Mul,
     next: true,
     ngram_base: 20_000_000,
 };
@@ -174,6 +179,9 @@ pub const GEOMETRIES: [Geometry; 7] = [
 pub const FORMATS: [Format; 6] =
     [Format::Q4G64, Format::Q5G64, Format::Q6G64, Format::Q8G32, Format::Nvfp4Mul, Format::Bf16];
 
+/// Formats that the experts of a published model may have.
+pub const EXPERT_FORMATS: [Format; 3] = [Format::Nvfp4Mul, Format::Fp8Block128, Format::Ggml(GgmlType::Iq3S)];
+
 impl Geometry {
     /// The geometry of a name.
     pub fn find(name: &str) -> Option<Geometry> {
@@ -183,6 +191,11 @@ impl Geometry {
     /// The same with fewer layers.
     pub fn with_layers(self, layers: u64) -> Geometry {
         Geometry { numbers: Numbers { layers: layers.max(1), ..self.numbers }, ..self }
+    }
+
+    /// The same with experts in one of [`EXPERT_FORMATS`], where they are a bank.
+    pub fn with_experts(self, bank: Format) -> Geometry {
+        Geometry { numbers: Numbers { bank, ..self.numbers }, ..self }
     }
 
     /// The same with about `rows` n-gram rows.
@@ -334,7 +347,9 @@ pub fn build_in(
     let config = geometry.config()?;
     let mut weights = BTreeMap::new();
     let mut key = seed;
-    for p in text_parameters(&config, geometry.numbers.published) {
+    // Calibrated scales come with experts that have 4-bit activations.
+    let four_bits = geometry.numbers.published && geometry.numbers.bank == Format::Nvfp4Mul;
+    for p in text_parameters(&config, four_bits) {
         if p.class == Class::ExpertInputScales {
             let data = input_scales(&p.shape);
             weights.insert(p.name.clone(), data);
@@ -348,8 +363,9 @@ pub fn build_in(
                 n => shape[..n - 1].iter().product(),
             };
             let (bytes, file): (Bytes, _) = match folder {
-                Some(folder) if layout == Layout::Nvfp4ExpertRg16V1 => {
-                    let (bytes, file) = disk::object(folder, key, words.as_ref())?;
+                Some(folder) if layout.is_bank() => {
+                    let words = words.as_ref();
+                    let (bytes, file) = disk::object(folder, key ^ words.len() as u64, words)?;
                     (bytes, Some(file))
                 }
                 _ => (Arc::new(words), None),
@@ -358,7 +374,7 @@ pub fn build_in(
             weights.insert(name, WeightData { shape, parts: vec![part] });
         }
     }
-    let expert_activation = if geometry.numbers.published { 4 } else { 16 };
+    let expert_activation = if four_bits { 4 } else { 16 };
     Ok(MemorySource { config, weights, expert_activation })
 }
 
@@ -406,16 +422,16 @@ impl RowSource for Rows {
     }
 }
 
-fn source(name: &str, e: infernix_formats::FormatError) -> EngineError {
+fn source(name: &str, e: FormatError) -> EngineError {
     EngineError::Source { name: name.to_owned(), source: e.into() }
 }
 
-fn text_parameters(config: &ModelConfig, published: bool) -> Vec<Parameter> {
+fn text_parameters(config: &ModelConfig, input_scales: bool) -> Vec<Parameter> {
     let all = parameters(config, &source_prefix(|_| false), &[Component::Text]);
-    // A table is read row by row from elsewhere; calibrated scales come with published experts only.
+    // A table is read row by row from elsewhere.
     let wanted = |p: &Parameter| match p.class {
         Class::NgramTable | Class::NgramScale => false,
-        Class::ExpertInputScales => published,
+        Class::ExpertInputScales => input_scales,
         _ => true,
     };
     all.into_iter().filter(wanted).collect()
@@ -430,7 +446,12 @@ fn objects(p: &Parameter, format: Format, n: &Numbers) -> Vec<(String, Format, L
     };
     match p.class {
         Class::Experts if n.published || format == Format::Nvfp4Mul => {
-            vec![(p.name.clone(), Format::Nvfp4Mul, Layout::Nvfp4ExpertRg16V1, p.shape.clone())]
+            let layout = match n.bank {
+                Format::Nvfp4Mul => Layout::Nvfp4ExpertRg16V1,
+                Format::Fp8Block128 => Layout::Fp8ExpertBlock128V1,
+                _ => Layout::GgmlExpertV1,
+            };
+            vec![(p.name.clone(), n.bank, layout, p.shape.clone())]
         }
         Class::Experts => {
             let (e, h, i) = (p.shape[0], p.shape[1], p.shape[2]);
@@ -481,8 +502,8 @@ fn words(
     let rms = if class == Class::Embed { 1.0 } else { 1.0 / (k as f64).sqrt() };
     let mut memory = HugeMemory::new(encoded_size(layout, format, shape).map_err(bad)? as usize)?;
     let out = memory.as_mut();
-    if layout == Layout::Nvfp4ExpertRg16V1 {
-        bank(shape, key, out).map_err(bad)?;
+    if layout.is_bank() {
+        bank(format, layout, shape, key, out).map_err(bad)?;
         return Ok(memory);
     }
     if format == Format::Bf16 {
@@ -549,27 +570,85 @@ fn fill(bytes: &mut [u8], format: Format, key: u64) {
     });
 }
 
-/// Random codes and unit scales in every record of a bank; the expert's scales preserve the RMS of each product.
-fn bank(shape: &[u64], key: u64, out: &mut [u8]) -> Result<(), infernix_formats::FormatError> {
+/// Random codes in every record of a bank, with scales that preserve the RMS of each product.
+fn bank(format: Format, layout: Layout, shape: &[u64], key: u64, out: &mut [u8]) -> Result<(), FormatError> {
     /// 16 x 16 codes of 4 bits, then the scale of each row.
     const UNIT: usize = 144;
-    let bank = BankShape::new(Layout::Nvfp4ExpertRg16V1, shape)?;
+    let bank = BankShape::of(layout, format, shape)?;
     let (records, scales) = out.split_at_mut((bank.stride * bank.experts) as usize);
     let one = e4m3_from_f32(1.0);
+    let rms = |m: ExpertMatrix| 1.0 / (bank.matrix(m).1 as f64).sqrt();
+    let block = if layout == Layout::GgmlExpertV1 { iq3_s_rms(key)? } else { 1.0 };
     records.par_chunks_mut(bank.stride as usize).enumerate().for_each(|(e, record)| {
         let mut state = mix(key ^ (e as u64) << 32);
-        for unit in record[..bank.record_bytes as usize].chunks_exact_mut(UNIT) {
-            let (codes, row_scales) = unit.split_at_mut(UNIT - 16);
-            codes.as_chunks_mut::<8>().0.iter_mut().for_each(|c| *c = next(&mut state).to_le_bytes());
-            row_scales.fill(one);
+        let record = &mut record[..bank.record_bytes as usize];
+        match layout {
+            Layout::Nvfp4ExpertRg16V1 => {
+                for unit in record.chunks_exact_mut(UNIT) {
+                    let (codes, row_scales) = unit.split_at_mut(UNIT - 16);
+                    random(codes, &mut state);
+                    row_scales.fill(one);
+                }
+            }
+            Layout::Fp8ExpertBlock128V1 => {
+                let codes = (3 * bank.hidden * bank.intermediate) as usize;
+                let tiles = (bank.hidden.div_ceil(128) * bank.intermediate.div_ceil(128)) as usize;
+                let (codes, scales) = (codes, codes.next_multiple_of(256));
+                random(&mut record[..codes], &mut state);
+                // NaN becomes the largest number.
+                record[..codes].iter_mut().filter(|b| **b & 0x7F == 0x7F).for_each(|b| *b -= 1);
+                for (m, own) in ExpertMatrix::ALL.iter().zip(record[scales..].chunks_exact_mut(4 * tiles)) {
+                    let scale = ((rms(*m) / e4m3_rms()) as f32).to_le_bytes();
+                    own.as_chunks_mut::<4>().0.fill(scale);
+                }
+            }
+            _ => {
+                for m in ExpertMatrix::ALL {
+                    let range = bank.blocks(m);
+                    let scale = f16_from_f32((rms(m) / block) as f32).to_le_bytes();
+                    for b in record[range.start as usize..range.end as usize].chunks_exact_mut(IQ3_S) {
+                        random(b, &mut state);
+                        b[..2].copy_from_slice(&scale);
+                    }
+                }
+            }
         }
     });
     for expert in scales.chunks_exact_mut(12) {
-        for (word, k) in expert.chunks_exact_mut(4).zip([bank.hidden, bank.hidden, bank.intermediate]) {
-            word.copy_from_slice(&((1.0 / (k as f64).sqrt() / E2M1_RMS) as f32).to_le_bytes());
+        for (word, m) in expert.chunks_exact_mut(4).zip(ExpertMatrix::ALL) {
+            word.copy_from_slice(&((rms(m) / E2M1_RMS) as f32).to_le_bytes());
         }
     }
     Ok(())
+}
+
+fn random(bytes: &mut [u8], state: &mut u64) {
+    for part in bytes.chunks_mut(8) {
+        part.copy_from_slice(&next(state).to_le_bytes()[..part.len()]);
+    }
+}
+
+/// Root mean square of E4M3 values under uniform codes, NaN as the largest number.
+fn e4m3_rms() -> f64 {
+    let value = |b: u8| f64::from(e4m3_to_f32(if b == 0x7F { 0x7E } else { b }));
+    ((0..=0x7F).map(|b| value(b).powi(2)).sum::<f64>() / 128.0).sqrt()
+}
+
+/// Bytes of a block of IQ3_S, which its scale begins.
+const IQ3_S: usize = 110;
+
+/// Root mean square of the values of random IQ3_S blocks whose scale is 1.
+fn iq3_s_rms(key: u64) -> Result<f64, FormatError> {
+    let (mut state, mut sum) = (mix(key), 0.0);
+    const BLOCKS: usize = 256;
+    for _ in 0..BLOCKS {
+        let (mut b, mut values) = ([0; IQ3_S], [0f32; 256]);
+        random(&mut b, &mut state);
+        b[..2].copy_from_slice(&f16_from_f32(1.0).to_le_bytes());
+        ggml::decode_f32(GgmlType::Iq3S, &b, &mut values)?;
+        sum += values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
+    }
+    Ok((sum / (256 * BLOCKS) as f64).sqrt())
 }
 
 /// SplitMix64's finaliser (Steele, Lea and Flood 2014) over the next multiple of the golden ratio.
@@ -590,6 +669,7 @@ mod tests {
     use super::*;
     use crate::model::WeightSource as _;
     use infernix_formats::Encoded;
+    use infernix_formats::expert_bank::ExpertRecord;
 
     fn tiny() -> [Geometry; 2] {
         [GEOMETRIES[0], GEOMETRIES[1]]
@@ -613,6 +693,33 @@ mod tests {
                 let square: f64 = values.iter().map(|v| f64::from(v * v)).sum();
                 let gain = (square / part.shape[0] as f64).sqrt();
                 assert!((gain - 1.0).abs() < 0.02, "{name} in {format}: {gain}");
+            }
+        }
+    }
+
+    #[test]
+    fn banks_are_legal_and_preserve_the_rms() {
+        for format in EXPERT_FORMATS {
+            let numbers = Numbers { published: true, hidden: 256, experts: Some((2, 1, 256)), ..TEST };
+            let source =
+                build(&Geometry { numbers, ..tiny()[1] }.with_experts(format), Format::Q8G32, 7).unwrap();
+            let name = source.names().into_iter().find(|n| n.ends_with("/experts")).unwrap();
+            let data = source.weight(&name).unwrap();
+            let part = &data.parts[0];
+            let words = (*part.bytes).as_ref();
+            let e = Encoded::new(part.layout, part.format, &part.shape, words).unwrap();
+            e.validate_words().unwrap_or_else(|e| panic!("{name} in {format}: {e}"));
+            let shape = BankShape::of(part.layout, part.format, &part.shape).unwrap();
+            let record = &words[shape.record(1).start as usize..shape.record(1).end as usize];
+            for m in ExpertMatrix::ALL {
+                let (n, k) = shape.matrix(m);
+                let mut values = vec![0f32; (n * k) as usize];
+                // NVFP4: the multiplier of every matrix of unit-RMS input.
+                let global = (1.0 / (k as f64).sqrt() / E2M1_RMS) as f32;
+                let expert = ExpertRecord::new(shape, part.format, [global; 3], record).unwrap();
+                expert.decode_f32(m, 0..n, &mut values).unwrap();
+                let gain = (values.iter().map(|v| f64::from(v * v)).sum::<f64>() / n as f64).sqrt();
+                assert!((gain - 1.0).abs() < 0.03, "{name} in {format}, {}: {gain}", m.name());
             }
         }
     }

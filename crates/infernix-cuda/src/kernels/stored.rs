@@ -59,8 +59,8 @@ impl StoredExperts {
     }
 
     /// Where the record of each of up to [`StoredExperts::PICKS`] picks is, to `at` U64 `[picks]`. `whole` U64 `[E]` addresses of
-    /// records, `away` U32 `[E]`: whether it is the host's; such a record of `record` bytes, rounded up to 16, is copied to `stage`,
-    /// which has a place of `stride` bytes a pick.
+    /// records, `away` U32 `[E]`: whether it is the host's; such a record of `record` bytes, rounded up to 16 (they must be readable), is
+    /// copied to `stage`, which has a place of `stride` bytes a pick. Records and places are 16-byte aligned, ids below `[E]`.
     #[expect(clippy::too_many_arguments, reason = "two tables, picks and where records go")]
     pub fn fetch(
         &self,
@@ -76,7 +76,11 @@ impl StoredExperts {
         pdl: bool,
     ) -> Result<()> {
         let record = record.next_multiple_of(16);
-        if picks > Self::PICKS || record > stride || !stride.is_multiple_of(16) {
+        if picks > Self::PICKS
+            || record > stride
+            || !stride.is_multiple_of(16)
+            || i32::try_from(stride).is_err()
+        {
             let what = format!("{picks} picks, records of {record} bytes, {stride} apart");
             return Err(CudaError::Shape { kernel: "expert_fetch", what });
         }
@@ -119,7 +123,9 @@ impl StoredExperts {
         let rows = form == StoredForm::Fp8Block || p.n.is_multiple_of(16);
         let aligned = (p.codes | p.scales).is_multiple_of(4)
             && (form == StoredForm::Rg16 || p.codes.is_multiple_of(16));
-        if !p.k.is_multiple_of(16) || !rows || !aligned || picks > 65_535 || share == 0 {
+        let rows = rows && (!p.pairs || p.n.is_multiple_of(2));
+        let sizes = [p.n, p.k, picks, share].iter().all(|v| i32::try_from(*v).is_ok());
+        if !p.k.is_multiple_of(16) || !rows || !aligned || !sizes || picks > 65_535 || share == 0 {
             let what = format!("{form:?}: {} x {}, {picks} picks, codes at {}", p.n, p.k, p.codes);
             return Err(CudaError::Shape { kernel: "stored", what });
         }
