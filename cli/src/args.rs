@@ -499,7 +499,7 @@ pub(crate) struct BenchArgs {
     /// Format of the synthetic model's large matrices: q4, q5, q6, q8, nvfp4 or bf16 [default: q4, or as the published model]
     #[arg(long, value_name = "FORMAT", requires = "synthetic")]
     pub(crate) synthetic_format: Option<String>,
-    /// Format of the experts of a published geometry: nvfp4, fp8 or ggml_iq3_s [default: nvfp4, with 4-bit activations]
+    /// Format of the experts of a published geometry: nvfp4, fp8 or ggml (IQ3_S, down in IQ4_NL) [default: nvfp4, with 4-bit activations]
     #[arg(long, value_name = "FORMAT", requires = "synthetic")]
     pub(crate) synthetic_experts: Option<String>,
     /// Fewer layers than the geometry has

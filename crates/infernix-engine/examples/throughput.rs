@@ -33,8 +33,8 @@ fn run() -> Result<Value, EngineError> {
     let geometry = args.first().and_then(|n| Geometry::find(n)).ok_or_else(usage)?;
     let geometry =
         if count("--layers") > 0 { geometry.with_layers(count("--layers") as u64) } else { geometry };
-    let experts =
-        flag("--experts").map(|f| EXPERT_FORMATS.into_iter().find(|e| e.name() == f).ok_or_else(usage));
+    let experts = flag("--experts")
+        .map(|f| EXPERT_FORMATS.into_iter().find(|e| e.name().starts_with(f.as_str())).ok_or_else(usage));
     let geometry = experts.transpose()?.map_or(geometry, |f| geometry.with_experts(f));
     let a16 = args.iter().any(|a| a == "--a16");
     let activations = if a16 { ActivationPolicy::A16 } else { ActivationPolicy::Artifact };

@@ -180,7 +180,12 @@ pub const FORMATS: [Format; 6] =
     [Format::Q4G64, Format::Q5G64, Format::Q6G64, Format::Q8G32, Format::Nvfp4Mul, Format::Bf16];
 
 /// Formats that the experts of a published model may have.
-pub const EXPERT_FORMATS: [Format; 3] = [Format::Nvfp4Mul, Format::Fp8Block128, Format::Ggml(GgmlType::Iq3S)];
+pub const EXPERT_FORMATS: [Format; 3] = [
+    Format::Nvfp4Mul,
+    Format::Fp8Block128,
+    // Rows of 640 are no whole blocks of IQ3_S.
+    Format::GgmlExperts(GgmlType::Iq3S, GgmlType::Iq3S, GgmlType::Iq4Nl),
+];
 
 impl Geometry {
     /// The geometry of a name.
@@ -578,7 +583,10 @@ fn bank(format: Format, layout: Layout, shape: &[u64], key: u64, out: &mut [u8])
     let (records, scales) = out.split_at_mut((bank.stride * bank.experts) as usize);
     let one = e4m3_from_f32(1.0);
     let rms = |m: ExpertMatrix| 1.0 / (bank.matrix(m).1 as f64).sqrt();
-    let block = if layout == Layout::GgmlExpertV1 { iq3_s_rms(key)? } else { 1.0 };
+    let types = match bank.types {
+        Some(types) => Some([block_of(types[0], key)?, block_of(types[1], key)?, block_of(types[2], key)?]),
+        None => None,
+    };
     records.par_chunks_mut(bank.stride as usize).enumerate().for_each(|(e, record)| {
         let mut state = mix(key ^ (e as u64) << 32);
         let record = &mut record[..bank.record_bytes as usize];
@@ -603,10 +611,10 @@ fn bank(format: Format, layout: Layout, shape: &[u64], key: u64, out: &mut [u8])
                 }
             }
             _ => {
-                for m in ExpertMatrix::ALL {
+                for (m, (bytes, block)) in std::iter::zip(ExpertMatrix::ALL, types.into_iter().flatten()) {
                     let range = bank.blocks(m);
                     let scale = f16_from_f32((rms(m) / block) as f32).to_le_bytes();
-                    for b in record[range.start as usize..range.end as usize].chunks_exact_mut(IQ3_S) {
+                    for b in record[range.start as usize..range.end as usize].chunks_exact_mut(bytes) {
                         random(b, &mut state);
                         b[..2].copy_from_slice(&scale);
                     }
@@ -634,21 +642,19 @@ fn e4m3_rms() -> f64 {
     ((0..=0x7F).map(|b| value(b).powi(2)).sum::<f64>() / 128.0).sqrt()
 }
 
-/// Bytes of a block of IQ3_S, which its scale begins.
-const IQ3_S: usize = 110;
-
-/// Root mean square of the values of random IQ3_S blocks whose scale is 1.
-fn iq3_s_rms(key: u64) -> Result<f64, FormatError> {
+/// Bytes of a block of a type that begins with its scale, and the root mean square of the values of random ones whose scale is 1.
+fn block_of(ty: GgmlType, key: u64) -> Result<(usize, f64), FormatError> {
+    const BLOCKS: usize = 1024;
     let (mut state, mut sum) = (mix(key), 0.0);
-    const BLOCKS: usize = 256;
+    let mut b = vec![0; ty.row_bytes(ty.block_len())? as usize];
+    let mut values = vec![0f32; ty.block_len() as usize];
     for _ in 0..BLOCKS {
-        let (mut b, mut values) = ([0; IQ3_S], [0f32; 256]);
         random(&mut b, &mut state);
         b[..2].copy_from_slice(&f16_from_f32(1.0).to_le_bytes());
-        ggml::decode_f32(GgmlType::Iq3S, &b, &mut values)?;
+        ggml::decode_f32(ty, &b, &mut values)?;
         sum += values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
     }
-    Ok((sum / (256 * BLOCKS) as f64).sqrt())
+    Ok((b.len(), (sum / (values.len() * BLOCKS) as f64).sqrt()))
 }
 
 /// SplitMix64's finaliser (Steele, Lea and Flood 2014) over the next multiple of the golden ratio.
