@@ -3,6 +3,7 @@
 // A lane takes 8 consecutive k of every 256: values exact in FP32 (types with a minimum round their difference once), an FP32
 // chain of fma in rising k, then the 32 sums by halves. A column's bits do not depend on the others.
 // `ggml_*_rows` writes rows as BF16, or as two BF16 parts whose sum has 16 significant bits: what tensor cores multiply.
+// `ggml_*_expand` does so for the matrices of some experts.
 // With `tab` the matrix is that of an expert, `offset` bytes behind its address: block y is pick y, expert ids[y], input row y / top,
 // output row y.
 #include "common.cuh"
@@ -126,8 +127,18 @@ DEV void ggml_body(const u8* __restrict__ codes, const u64* __restrict__ tab, u6
   }
 }
 
-// Rows ids[r] (or r) of the matrix as BF16, `pitch` words apart; with `split` also what that rounding left, rounded, `split` words
-// after. An id beyond the matrix reads its last row. grid (rows, ceil(K/2048)), 256 threads.
+// 8 values as BF16; with `split` also what that rounding left, rounded, `split` words after. Addresses are multiples of 16.
+DEV void store_values(const float (&w)[8], u16* to, int split) {
+  *(uint4*)to = make_uint4(pack_bf(w[0], w[1]), pack_bf(w[2], w[3]), pack_bf(w[4], w[5]), pack_bf(w[6], w[7]));
+  if (!split) return;
+  float r[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) r[i] = w[i] - rbf(w[i]);
+  *(uint4*)(to + split) = make_uint4(pack_bf(r[0], r[1]), pack_bf(r[2], r[3]), pack_bf(r[4], r[5]), pack_bf(r[6], r[7]));
+}
+
+// Rows ids[r] (or r) of the matrix as BF16, `pitch` words apart, or in two parts. An id beyond the matrix reads its last row.
+// grid (rows, ceil(K/2048)), 256 threads.
 template <int T>
 DEV void rows_body(const u8* __restrict__ codes, const u32* __restrict__ grid, const int* __restrict__ ids, u16* __restrict__ y, int N, int K, int pitch,
                    int split) {
@@ -139,12 +150,24 @@ DEV void rows_body(const u8* __restrict__ codes, const u32* __restrict__ grid, c
   const size_t n = ids ? min((u32)ids[r], (u32)(N - 1)) : r;
   float w[8];
   values<T>(codes + n * (K / B::VALUES) * B::BYTES + (size_t)(k0 / B::VALUES) * B::BYTES, lane, grid, w);
-  u16* to = y + (size_t)r * pitch + k;
-#pragma unroll
-  for (int i = 0; i < 8; i += 2) *(u32*)(to + i) = pack_bf(w[i], w[i + 1]);
-  if (!split) return;
-#pragma unroll
-  for (int i = 0; i < 8; i += 2) *(u32*)(to + split + i) = pack_bf(w[i] - rbf(w[i]), w[i + 1] - rbf(w[i + 1]));
+  store_values(w, y + (size_t)r * pitch + k, split);
+}
+
+// Matrices of experts tab[0], tab[1], ... (`offset` bytes behind the address) for the tile products of two parts: row r of expert z is
+// y[z * stride + r * 2K], per 64 k first what BF16 holds of them, then the rest. An expert without picks (base[z + 1] == base[z]) is
+// left out. grid (ceil(N * ceil(K/256) / 8), experts), 256 threads: a warp 256 k of a row.
+template <int T>
+DEV void expand_body(const u64* __restrict__ tab, u64 offset, const int* __restrict__ base, const u32* __restrict__ grid, u16* __restrict__ y, int N, int K,
+                     u64 stride) {
+  using B = Block<T>;
+  const int lane = threadIdx.x & 31, z = blockIdx.y, pieces = (K + 255) >> 8, piece = blockIdx.x * 8 + (threadIdx.x >> 5);
+  pdl_launch();
+  pdl_wait();
+  const int n = piece / pieces, k0 = piece % pieces * 256, k = k0 + lane * 8;
+  if (n >= N || k >= K || (base && base[z] == base[z + 1])) return;
+  float w[8];
+  values<T>((const u8*)tab[z] + offset + (size_t)n * (K / B::VALUES) * B::BYTES + (size_t)(k0 / B::VALUES) * B::BYTES, lane, grid, w);
+  store_values(w, y + z * stride + (size_t)n * 2 * K + k + (k & ~63), 64);
 }
 
 #define ENTRY(NAME, T, C)                                                                                                 \
@@ -158,7 +181,12 @@ DEV void rows_body(const u8* __restrict__ codes, const u32* __restrict__ grid, c
                                                                 int split) {                                              \
     rows_body<T>(codes, grid, ids, y, N, K, pitch, split);                                                                \
   }
-#define ENTRIES(NAME, T) ENTRY(NAME, T, 1) ENTRY(NAME, T, 4) ENTRY(NAME, T, 8) ROWS(NAME, T)
+#define EXPAND(NAME, T)                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(256) NAME##_expand(const u64* tab, u64 offset, const int* base, const u32* grid, u16* y, int N, int K, \
+                                                                  u64 stride) {                                           \
+    expand_body<T>(tab, offset, base, grid, y, N, K, stride);                                                             \
+  }
+#define ENTRIES(NAME, T) ENTRY(NAME, T, 1) ENTRY(NAME, T, 4) ENTRY(NAME, T, 8) ROWS(NAME, T) EXPAND(NAME, T)
 ENTRIES(ggml_q8_0, T_Q8_0)
 ENTRIES(ggml_iq4_nl, T_IQ4_NL)
 ENTRIES(ggml_q4_k, T_Q4_K)

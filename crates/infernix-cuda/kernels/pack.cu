@@ -192,3 +192,28 @@ extern "C" __global__ void __launch_bounds__(256) sort_place(const int* __restri
       if (id[i] == e) list[k] = p + i, slot[p + i] = k, k++;
   }
 }
+
+// The jobs of every `per` experts as a list of their own, `most` jobs apart, and where their matrices lie: those of each list in order
+// from `at` on, `stride` bytes apart. own [lists][most][4], counts [lists][2], tab [E]. grid lists, 256 threads.
+extern "C" __global__ void __launch_bounds__(256) sort_lists(const int* __restrict__ jobs, const int* __restrict__ count, int E, int per, int most,
+                                                             int* __restrict__ own, int* __restrict__ counts, u64 at, u64 stride,
+                                                             u64* __restrict__ tab) {
+  __shared__ int range[2];
+  pdl_launch();
+  pdl_wait();
+  const int t = threadIdx.x, z = blockIdx.x, e0 = z * per, e1 = min(e0 + per, E), n = *count;
+  if (t < 2) range[t] = n;
+  __syncthreads();
+  // Jobs have ascending experts: where those from e0 and from e1 on begin.
+  for (int j = t; j < n; j += 256) {
+    const int e = jobs[4 * j], before = j ? jobs[4 * j - 4] : -1;
+    if (before < e0 && e >= e0) range[0] = j;
+    if (before < e1 && e >= e1) range[1] = j;
+  }
+  __syncthreads();
+  const int first = range[0], live = range[1] - first;
+#pragma unroll 1
+  for (int j = t; j < live; j += 256) *(int4*)(own + ((size_t)z * most + j) * 4) = *(const int4*)(jobs + (size_t)(first + j) * 4);
+  for (int e = e0 + t; e < e1; e += 256) tab[e] = at + (e - e0) * stride;
+  if (t == 0) counts[2 * z] = live, counts[2 * z + 1] = 0;
+}

@@ -2,6 +2,7 @@
 #include "tile.cuh"
 
 TILE_ENTRY(tile_bf16, F_BF16)
+TILE_ENTRY(tile_parts, F_BF16, true)
 TILE_ENTRY(tile_q8, F_Q8)
 TILE_ENTRY(tile_q4, F_Q4)
 TILE_ENTRY(tile_q5, F_Q5)

@@ -436,7 +436,8 @@ template <int F, bool SMALL> DEV int tile_sums(const TileArgs& a, const Item& it
   return pos;
 }
 
-template <int F> DEV void tile_body(const TileArgs& a) {
+// PARTS: stored rows are two BF16 parts of each value, 64 k of one and the same 64 of the other: both meet the same packed chunk.
+template <int F, bool PARTS = false> DEV void tile_body(const TileArgs& a) {
   using L = Tile<F>;
   extern __shared__ __align__(128) u8 smem[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, S = a.stages;
@@ -459,7 +460,7 @@ template <int F> DEV void tile_body(const TileArgs& a) {
     if (L::RG && warp > 8) return;
     const int t = tid - 256;
     for (int idx = blockIdx.x; idx < total; idx += gridDim.x) {
-      const Item it = item_of<F>(a, idx, chunks);
+      const Item it = item_of<F>(a, idx, chunks >> PARTS);
       const int groups = (min(BM, a.N - it.n0) + 15) >> 4, units_k = a.K >> 4;
       for (int c = 0; c < chunks; c++, pos++) {
         const int slot = pos % S;
@@ -468,7 +469,7 @@ template <int F> DEV void tile_body(const TileArgs& a) {
         const u32 xb = it.ntp * XB, rg = L::RG ? min(4, units_k - 4 * c) * 144 : 0;
         if (t == 0) {
           mbar_expect(full, xb + (L::RG ? groups * rg : 0));
-          bulk_load(sa + L::A_BYTES, it.x + (size_t)c * xb, xb, full);
+          bulk_load(sa + L::A_BYTES, it.x + (size_t)(c >> PARTS) * xb, xb, full);
         }
         if (L::RG) {
           __syncwarp();
@@ -502,7 +503,7 @@ template <int F> DEV void tile_body(const TileArgs& a) {
 #endif
   const int wg = warp >> 2, wq = warp & 3, g = lane >> 2, q = lane & 3;
   for (int idx = blockIdx.x; idx < total; idx += gridDim.x) {
-    const Item it = item_of<F>(a, idx, chunks);
+    const Item it = item_of<F>(a, idx, chunks >> PARTS);
     const int n = it.n0 + wg * 128 + wq * 16 + g;
     float acc[2][NA];
 #ifdef TILE_WGMMA
@@ -519,11 +520,11 @@ template <int F> DEV void tile_body(const TileArgs& a) {
   }
 }
 
-#define TILE_ENTRY(NAME, F)                                                                                                \
+#define TILE_ENTRY(NAME, ...)                                                                                              \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                     \
   NAME(const u8* codes, const u8* high, const u8* scales, const u16* row_scale, float tscale, const u64* tab,              \
        const float* alpha, const int* jobs, const int* count, const u8* x, void* y, int N, int K, int kx, int rows, int E, \
        int y_pitch, int code_pitch, int high_pitch, int scale_pitch, int half, int mode, int stages) {                     \
-    tile_body<F>(TileArgs{codes, high, scales, row_scale, tscale, tab, alpha, jobs, count, x, y, N, K, kx, rows, E,        \
-                          y_pitch, code_pitch, high_pitch, scale_pitch, half, mode, stages});                              \
+    tile_body<__VA_ARGS__>(TileArgs{codes, high, scales, row_scale, tscale, tab, alpha, jobs, count, x, y, N, K, kx, rows, \
+                                    E, y_pitch, code_pitch, high_pitch, scale_pitch, half, mode, stages});                 \
   }

@@ -3,6 +3,7 @@
 #include "tile.cuh"
 
 TILE_ENTRY(tilew_bf16, F_BF16)
+TILE_ENTRY(tilew_parts, F_BF16, true)
 TILE_ENTRY(tilew_q8, F_Q8)
 TILE_ENTRY(tilew_q4, F_Q4)
 TILE_ENTRY(tilew_q5, F_Q5)

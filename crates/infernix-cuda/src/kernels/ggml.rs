@@ -11,6 +11,7 @@ use std::sync::Arc;
 pub struct GgmlGemv {
     kernels: [Kernel; 3],
     rows: Kernel,
+    expand: Kernel,
     grid: Option<DeviceBuffer>,
     ty: GgmlType,
 }
@@ -38,8 +39,9 @@ impl GgmlGemv {
         let name = ty.name().to_lowercase();
         let k = |c: usize| dev.kernel(&format!("ggml_{name}_{c}"), 0);
         let rows = dev.kernel(&format!("ggml_{name}_rows"), 0)?;
+        let expand = dev.kernel(&format!("ggml_{name}_expand"), 0)?;
         let grid = if ty == GgmlType::Iq3S { Some(dev.upload(&iq3_s_grid()?)?) } else { None };
-        Ok(GgmlGemv { kernels: [k(1)?, k(4)?, k(8)?], rows, grid, ty })
+        Ok(GgmlGemv { kernels: [k(1)?, k(4)?, k(8)?], rows, expand, grid, ty })
     }
 
     fn shape(&self, k: usize, x_pitch: usize) -> Result<()> {
@@ -80,7 +82,8 @@ impl GgmlGemv {
     }
 
     /// Rows `ids` (I32 `[rows]`, or the first `rows` where 0) of a matrix of `n` rows to BF16 `[rows][pitch]`. With `split` the
-    /// rest of each value follows `split` words later, rounded to BF16 too: the two add up to the value within 2^-17 of it.
+    /// rest of each value follows `split` words later, rounded to BF16 too: the two add up to the value within 2^-17 of it. `pitch` and
+    /// `split` are multiples of 8, `y` is 16-byte aligned.
     #[expect(clippy::too_many_arguments, reason = "two matrices and which rows")]
     pub fn rows(
         &self,
@@ -95,10 +98,38 @@ impl GgmlGemv {
         split: usize,
         pdl: bool,
     ) -> Result<()> {
-        self.shape(k, (pitch | split) * 4)?;
+        self.shape(k, pitch | split)?;
         let grid = self.grid.as_ref().map_or(0, DeviceBuffer::ptr);
         let args = Args::new().ptr(codes).ptr(grid).ptr(ids).ptr(y).ints(&[n, k, pitch, split]);
         s.launch(&self.rows, [rows as u32, k.div_ceil(2048) as u32, 1], 256, pdl, &args)
+    }
+
+    /// One matrix of each of `experts` experts as rows of [`super::tile::TileFormat::Parts`]: BF16 `[n][2 k]` each, `stride` words apart,
+    /// `y` 16-byte aligned, `k` a multiple of 64. Their rows begin `offset` bytes behind the addresses in `tab` U64 `[experts]`. With
+    /// `base` (I32 `[experts + 1]`, as in [`super::tile::Sorted`]; or 0) those without picks are left out.
+    #[expect(clippy::too_many_arguments, reason = "the operands of some experts")]
+    pub fn expand(
+        &self,
+        s: &Stream,
+        tab: u64,
+        offset: usize,
+        base: u64,
+        experts: usize,
+        n: usize,
+        k: usize,
+        y: u64,
+        stride: usize,
+        pdl: bool,
+    ) -> Result<()> {
+        if !k.is_multiple_of(64) || experts > 65_535 {
+            let what = format!("{}: {experts} experts, K = {k} in chunks of 64", self.ty.name());
+            return Err(CudaError::Shape { kernel: "ggml", what });
+        }
+        self.shape(k, stride)?;
+        let grid = self.grid.as_ref().map_or(0, DeviceBuffer::ptr);
+        let args = Args::new().ptr(tab).ptr(offset as u64).ptr(base).ptr(grid).ptr(y).ints(&[n, k]);
+        let blocks = (n * k.div_ceil(256)).div_ceil(8);
+        s.launch(&self.expand, [blocks as u32, experts as u32, 1], 256, pdl, &args.ptr(stride as u64))
     }
 
     /// One matrix of the expert of each pick: its rows begin `offset` bytes behind the address in `tab` U64 `[E]`, `ids` I32 `[picks]`, input row `pick / top` of

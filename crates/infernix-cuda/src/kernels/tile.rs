@@ -13,6 +13,9 @@ use std::sync::Arc;
 pub enum TileFormat {
     /// Planes of whole rows.
     Rows(WeightFormat),
+    /// Rows of two BF16 parts of each value, 64 k of the first and the same 64 of the second: what
+    /// [`super::ggml::GgmlGemv::expand`] makes. Experts only.
+    Parts,
     /// NVFP4 expert records: units of 16 rows x 16 k, gate and up rows alternating.
     Rg16,
     /// The same records by block-scaled FP4 products, W4A4 only: sm_120a. Its arithmetic is checked by a model on the CPU
@@ -25,6 +28,7 @@ impl TileFormat {
     pub fn tag(self) -> &'static str {
         match self {
             Self::Rows(f) => f.tag(),
+            Self::Parts => "parts",
             Self::Rg16 | Self::Rg16Fp4 => "rg16",
         }
     }
@@ -33,14 +37,29 @@ impl TileFormat {
     fn tile_bytes(self) -> usize {
         match self {
             Self::Rows(f) => 256 * f.row_bytes(64).0,
+            Self::Parts => 256 * 128,
             Self::Rg16 | Self::Rg16Fp4 => 16 * 4 * 144,
+        }
+    }
+
+    /// Bytes of a row of `k` values in each plane.
+    fn planes(self, k: usize) -> [usize; 3] {
+        match self {
+            Self::Rows(f) => {
+                let (codes, high, _) = f.row_bytes(k);
+                [codes, high, f.scale_pitch(k)]
+            }
+            Self::Parts => [4 * k, 0, 0],
+            Self::Rg16 | Self::Rg16Fp4 => [0; 3],
         }
     }
 
     /// The packing of activations it reads. Formats with equal packing share packed activations.
     pub fn packing(self) -> Packing {
         match self {
-            Self::Rows(WeightFormat::Bf16 | WeightFormat::Q8G32 | WeightFormat::Mxfp8) => Packing::K32,
+            Self::Rows(WeightFormat::Bf16 | WeightFormat::Q8G32 | WeightFormat::Mxfp8) | Self::Parts => {
+                Packing::K32
+            }
             Self::Rows(WeightFormat::Fp8Row | WeightFormat::Fp8Block) => Packing::K64,
             Self::Rows(_) => Packing::K64Pairs,
             Self::Rg16 => Packing::K16,
@@ -79,10 +98,39 @@ pub struct Sorted {
     pub slot: u64,
 }
 
+/// Lists of jobs for experts that are at hand some at a time, device addresses. Made by [`Sort::lists`].
+#[derive(Clone, Copy, Debug)]
+pub struct JobLists {
+    /// Experts of a list; list i has those from `i * per` on.
+    pub per: usize,
+    /// I32 `[lists][most][4]`.
+    pub jobs: u64,
+    /// Jobs that a list has room for: [`Sort::max_jobs`].
+    pub most: usize,
+    /// I32 `[lists][2]`: jobs, 0.
+    pub counts: u64,
+    /// U64 `[E]`, for [`ExpertPlanes`]: the experts of a list lie one behind the other, of every list from the same place on.
+    pub tab: u64,
+}
+
+impl JobLists {
+    /// Bytes of `jobs`, `counts` and `tab` (all three planes of it).
+    pub fn bytes(experts: usize, per: usize, most: usize) -> [usize; 3] {
+        let lists = experts.div_ceil(per);
+        [16 * lists * most, 8 * lists, 24 * experts]
+    }
+
+    /// `all`, of it the jobs of list `i`.
+    pub fn list(&self, all: Sorted, i: usize) -> Sorted {
+        Sorted { jobs: self.jobs + (16 * i * self.most) as u64, count: self.counts + 8 * i as u64, ..all }
+    }
+}
+
 /// Sorts the picks of a prefill call by expert: stable, so that equal calls give equal places.
 pub struct Sort {
     count: Kernel,
     place: Kernel,
+    lists: Kernel,
     experts: usize,
     top: usize,
     width: usize,
@@ -102,6 +150,7 @@ impl Sort {
         Ok(Sort {
             count: dev.kernel("sort_count", 0)?,
             place: dev.kernel("sort_place", 0)?,
+            lists: dev.kernel("sort_lists", 0)?,
             experts,
             top,
             width,
@@ -128,6 +177,24 @@ impl Sort {
         s.launch(&self.count, [1, 1, 1], 1024, pdl, &args)?;
         let args = Args::new().ptr(ids).int(picks).ptr(o.base).ptr(o.list).ptr(o.slot);
         s.launch(&self.place, [self.experts as u32, 1, 1], 256, true, &args)
+    }
+
+    /// Cuts the jobs of `o` into `l`: the experts of a list will lie `stride` bytes apart from `at` on.
+    pub fn lists(
+        &self,
+        s: &Stream,
+        o: Sorted,
+        l: &JobLists,
+        at: u64,
+        stride: usize,
+        pdl: bool,
+    ) -> Result<()> {
+        if l.per == 0 {
+            return Err(CudaError::Shape { kernel: "sort_lists", what: "lists of no expert".into() });
+        }
+        let args = Args::new().ptr(o.jobs).ptr(o.count).ints(&[self.experts, l.per, l.most]);
+        let args = args.ptr(l.jobs).ptr(l.counts).ptr(at).ptr(stride as u64).ptr(l.tab);
+        s.launch(&self.lists, [self.experts.div_ceil(l.per) as u32, 1, 1], 256, pdl, &args)
     }
 }
 
@@ -328,13 +395,8 @@ impl Tile {
         e: Epilogue,
         pdl: bool,
     ) -> Result<()> {
-        let (cp, hp, sp) = match self.format {
-            TileFormat::Rows(f) => {
-                let (c, h, _) = f.row_bytes(w.k_pad);
-                (c, h, f.scale_pitch(w.k_pad))
-            }
-            TileFormat::Rg16 | TileFormat::Rg16Fp4 => (0, 0, 0),
-        };
+        let [cp, hp, sp] = self.format.planes(w.k_pad);
+        let parts = self.format == TileFormat::Parts;
         let rg = matches!(self.format, TileFormat::Rg16 | TileFormat::Rg16Fp4);
         // NVFP4 experts are records.
         let ok = self.format != TileFormat::Rows(WeightFormat::Nvfp4)
@@ -342,7 +404,7 @@ impl Tile {
             && if rg {
                 w.n.is_multiple_of(16) && w.k.is_multiple_of(16) && w.half == 0
             } else {
-                cp.is_multiple_of(16)
+                cp.is_multiple_of(16) && (!parts || w.k.is_multiple_of(64))
             };
         self.fits("tile: experts", ok && (e == Epilogue::Rows || w.n.is_multiple_of(2)), w.k, y_pitch)?;
         let mode =
@@ -350,8 +412,9 @@ impl Tile {
         let args = Args::new().ptr(0).ptr(0).ptr(0).ptr(0).f32(1.0).ptr(w.tab).ptr(w.alpha);
         let args = args.ptr(o.jobs).ptr(o.count).ptr(packed).ptr(y);
         let k_stored = if rg { w.k } else { w.k_pad };
+        let k = if parts { 2 * w.k } else { w.k };
         let args =
-            args.ints(&[w.n, k_stored, w.k, 0, w.experts, y_pitch, cp, hp, sp, w.half, mode, self.stages]);
+            args.ints(&[w.n, k_stored, k, 0, w.experts, y_pitch, cp, hp, sp, w.half, mode, self.stages]);
         s.launch(&self.kernel, [self.grid as u32, 1, 1], 384, pdl, &args)
     }
 

@@ -62,7 +62,7 @@ const KERNELS: &[(&str, &[&str])] = &[
     ("attention8", &["rotate_queries_*", "kv8_append_*", "attn8_decode_*", "attn8_prefill_*"]),
     ("select", &["qsa_score", "qsa_chunk", "qsa_select", "top_chunk", "top_sort"]),
     ("tile", &["tile_*", "tilew_*", "pack_32", "pack_64", "pack_64p"]),
-    ("tile_experts", &["tile4_rg16", "pack_16", "pack_fp4", "sort_count", "sort_place"]),
+    ("tile_experts", &["tile4_rg16", "pack_16", "pack_fp4", "sort_count", "sort_place", "sort_lists"]),
     ("prefill", &["attn_prefill_*"]),
     ("stored", &["expert_fetch", "expert_planes", "stored_*"]),
 ];

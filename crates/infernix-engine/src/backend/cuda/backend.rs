@@ -43,7 +43,9 @@ impl Backend for Cuda {
 
     fn experts_weight(&mut self, spec: &ExpertSpec, data: ExpertData) -> Result<CudaExperts, EngineError> {
         self.hidden = self.hidden.max(spec.hidden);
-        CudaExperts::new(&self.vram, &mut self.tiers, spec, data)
+        let experts = CudaExperts::new(&self.vram, &mut self.tiers, spec, data)?;
+        self.slab = self.slab.max(experts.slab_bytes());
+        Ok(experts)
     }
 
     fn allocate(&mut self, layout: &StateLayout) -> Result<(), EngineError> {

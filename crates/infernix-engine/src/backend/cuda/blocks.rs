@@ -3,6 +3,7 @@
 use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::{CudaExperts, Form, Store, Stored};
 use super::fused::Pending;
+use super::ggml::SlabExperts;
 use super::state::INDEX_DIM;
 use super::tiers::Records;
 use super::vram::{CudaBuf, Lease, fault};
@@ -18,7 +19,7 @@ use infernix_cuda::kernels::hyper::HyperWeights as HyperMatrices;
 use infernix_cuda::kernels::linear::{Linear, Out, WeightFormat};
 use infernix_cuda::kernels::rows::Lanes;
 use infernix_cuda::kernels::stored::{StoredExperts, StoredForm, StoredProduct};
-use infernix_cuda::kernels::tile::{Epilogue, ExpertPlanes, Quantise, Sorted, Tile, TileFormat};
+use infernix_cuda::kernels::tile::{ExpertPlanes, Quantise, Sorted, Tile, TileFormat};
 use std::sync::Arc;
 
 /// Rows of a prompt whose selections, or experts without a tile product, are computed at a time.
@@ -37,8 +38,10 @@ struct ExpertTiles {
     down: ExpertPlanes,
     /// Input scales of the exact arithmetic, and whether they divide.
     quantise: Option<(u64, bool)>,
-    /// Addresses of planes, where records are not units.
+    /// Addresses of planes, where records are rows of FP8.
     _tables: Option<[Arc<Lease>; 2]>,
+    /// Where records are blocks.
+    slabs: Option<SlabExperts>,
 }
 
 /// One matrix of a weight, if it is one.
@@ -657,7 +660,8 @@ impl Cuda {
             Some(bank) => self.tiers.records(bank),
             None => Records::default(),
         };
-        let tiles = if decode || x.rows < FEW_ROWS { None } else { self.expert_tiles(store, records)? };
+        let few = decode || x.rows < FEW_ROWS;
+        let tiles = if few { None } else { self.expert_tiles(store, records, x.rows, routing.top)? };
         let step = match (decode, &tiles) {
             (true, _) => x.rows.max(1),
             (_, Some(_)) => EXPERT_ROWS,
@@ -866,6 +870,8 @@ impl Cuda {
         &mut self,
         store: &CudaExperts,
         records: Records,
+        rows: usize,
+        top: usize,
     ) -> Result<Option<ExpertTiles>, EngineError> {
         let (h, i, experts) = (store.hidden, store.intermediate, store.experts);
         let planes = |tab, down, half, (alpha, divisor)| {
@@ -875,7 +881,7 @@ impl Cuda {
         let records_of = |factor, quantise| {
             let (gate_up, down) =
                 (planes(records.whole, false, 0, factor), planes(records.down, true, 0, factor));
-            ExpertTiles { format: TileFormat::Rg16, gate_up, down, quantise, _tables: None }
+            ExpertTiles { format: TileFormat::Rg16, gate_up, down, quantise, _tables: None, slabs: None }
         };
         Ok(match &store.store {
             Store::Exact { alpha, input, divisor, .. } => {
@@ -896,9 +902,20 @@ impl Cuda {
                     }
                     let gate_up = planes(tables[0].ptr(), false, i, (0, false));
                     let down = planes(tables[1].ptr(), true, 0, (0, false));
-                    Some(ExpertTiles { format, gate_up, down, quantise: None, _tables: Some(tables) })
+                    Some(ExpertTiles {
+                        format,
+                        gate_up,
+                        down,
+                        quantise: None,
+                        _tables: Some(tables),
+                        slabs: None,
+                    })
                 }
-                (_, None) => None,
+                (_, None) => store.in_slabs(records.whole, rows, top).map(|slabs| {
+                    let (gate_up, down) = (planes(0, false, i, (0, false)), planes(0, true, 0, (0, false)));
+                    let (format, slabs) = (TileFormat::Parts, Some(slabs));
+                    ExpertTiles { format, gate_up, down, quantise: None, _tables: None, slabs }
+                }),
             },
             Store::Blocks(_) | Store::Chain { .. } => None,
         })
@@ -944,16 +961,15 @@ impl Cuda {
         let (s, tile) = (&self.stream, self.plans.tile(tiles.format).map_err(fault)?);
         tile.pack_sorted(s, from, h, h, sorted, top, jobs, quantise(false), packed.ptr(), true)
             .map_err(fault)?;
-        tile.grouped(s, &tiles.gate_up, sorted, packed.ptr(), mid.ptr, i, Epilogue::SwiGlu, true)
-            .map_err(fault)?;
+        let (format, shape) = (tiles.format, (top, jobs));
+        self.expert_product(format, tiles.slabs, &tiles.gate_up, sorted, shape, packed.ptr(), mid.ptr)?;
         drop(packed);
         let out = self.fresh(picks, h, false)?;
         let packed = self.arena.lease(Tile::packed_bytes(places, i))?;
         let (s, tile) = (&self.stream, self.plans.tile(tiles.format).map_err(fault)?);
         tile.pack_sorted(s, mid.ptr, i, i, sorted, 0, jobs, quantise(true), packed.ptr(), true)
             .map_err(fault)?;
-        tile.grouped(s, &tiles.down, sorted, packed.ptr(), out.ptr, h, Epilogue::Rows, true)
-            .map_err(fault)?;
+        self.expert_product(format, tiles.slabs, &tiles.down, sorted, shape, packed.ptr(), out.ptr)?;
         self.chained = true;
         Ok((out, slot, base))
     }

@@ -170,6 +170,8 @@ pub struct Cuda {
     pub(super) options: CudaOptions,
     /// Hidden width of layers with experts.
     pub(super) hidden: usize,
+    /// Bytes of the slab through which prompts multiply experts in blocks.
+    pub(super) slab: usize,
     boards: [Option<Board>; 2],
     /// Of prompt and of decode rounds.
     stages: [Vec<Stage>; 2],
@@ -228,6 +230,7 @@ impl Cuda {
             streaming: false,
             gdn_weights: Vec::new(),
             hidden: 0,
+            slab: 0,
             options,
             boards: [None, None],
             stages: [Vec::new(), Vec::new()],
@@ -364,7 +367,8 @@ impl Cuda {
 
     /// Bytes of activations of a prompt call of `rows` rows.
     pub(super) fn activations(&self, rows: usize) -> usize {
-        activation_bytes(rows, self.options.window, self.hidden)
+        let slab = if rows > FEW_ROWS { self.slab } else { 0 };
+        activation_bytes(rows, self.options.window, self.hidden) + slab
     }
 
     /// The same of any round, as memory is taken back for it: a function of the rows, so that graphs keep to it. Tiles that each

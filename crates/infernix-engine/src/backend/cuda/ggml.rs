@@ -1,10 +1,11 @@
 //! Weights and experts in blocks of a GGUF file: decode kernels read the blocks as stored, prompts multiply two BF16 parts of
-//! each value on tensor cores.
+//! each value on tensor cores, of experts in records a slab of them at a time.
 //!
 //! A format without a kernel is widened to FP32 when it is loaded: exact, at four bytes a value.
 
+use super::blocks::FEW_ROWS;
 use super::context::Cuda;
-use super::experts::CudaExperts;
+use super::experts::{CudaExperts, Form, Store};
 use super::vram::{CudaBuf, Vram, fault};
 use super::weights::{CudaWeight, decode, put};
 use crate::backend::cpu::CpuExperts;
@@ -15,7 +16,7 @@ use infernix_cuda::DeviceBuffer;
 use infernix_cuda::kernels::ggml::GgmlGemv;
 use infernix_cuda::kernels::linear::{Linear, Out, WeightFormat};
 use infernix_cuda::kernels::moves::RowCopy;
-use infernix_cuda::kernels::tile::{Tile, TileFormat};
+use infernix_cuda::kernels::tile::{Epilogue, ExpertPlanes, JobLists, Sorted, Tile, TileFormat};
 use infernix_formats::expert_bank::ExpertMatrix;
 use infernix_formats::ggml::{self, GgmlType};
 use infernix_formats::{Format, Layout, RowShape};
@@ -26,6 +27,12 @@ const PARTS: usize = 64 << 20;
 const ROWS: usize = 2048;
 /// Columns from which tensor cores are worth the two parts.
 const MANY: usize = 64;
+
+/// Bytes of the two parts of some experts' matrices that a prompt multiplies at a time.
+const SLAB: usize = 256 << 20;
+/// Picks an expert from which tensor cores are worth the two parts. An estimate: a value's parts are 8 bytes written and read at about
+/// the rate of memory, each pick of the decode kernels takes some half a byte at a fifth of it.
+const MANY_PICKS: usize = 4;
 
 /// A matrix of blocks.
 pub(super) struct Blocks {
@@ -115,6 +122,39 @@ impl BlockBank {
             Ok(BlockBank { blocks: Blocks { ty, n, codes }, k, table: put(vram, &table)? })
         };
         Ok(Some([of(ExpertMatrix::Gate)?, of(ExpertMatrix::Up)?, of(ExpertMatrix::Down)?]))
+    }
+}
+
+/// Experts in blocks, in records, that a prompt multiplies by their two parts.
+#[derive(Clone, Copy)]
+pub(super) struct SlabExperts {
+    /// U64 `[E]`: where each record is.
+    whole: u64,
+    /// Types of gate, up and down, and where each begins.
+    matrices: [(GgmlType, usize); 3],
+}
+
+/// How many of `experts` matrices of `n` rows of `k` a slab holds.
+fn in_slab(n: usize, k: usize, experts: usize) -> usize {
+    (SLAB / (4 * n * k).max(1)).min(experts)
+}
+
+impl CudaExperts {
+    /// In-slab products of the records at `whole` for `rows` rows of a prompt, where they are possible and worth it.
+    pub(super) fn in_slabs(&self, whole: u64, rows: usize, top: usize) -> Option<SlabExperts> {
+        let Store::Stored(own) = &self.store else { return None };
+        let Form::Ggml(matrices) = own.form else { return None };
+        let many = rows > FEW_ROWS && rows * top >= MANY_PICKS * self.experts;
+        (many && self.slab_bytes() > 0).then_some(SlabExperts { whole, matrices })
+    }
+
+    /// Bytes of the slab that prompts need; 0: none, or not even one expert is within [`SLAB`].
+    pub(super) fn slab_bytes(&self) -> usize {
+        let (h, i) = (self.hidden, self.intermediate);
+        let own = matches!(&self.store, Store::Stored(s) if matches!(s.form, Form::Ggml(_)));
+        let sizes = [(2 * i, h), (h, i)].map(|(n, k)| in_slab(n, k, self.experts) * 4 * n * k);
+        let whole = (h | i).is_multiple_of(64) && !sizes.contains(&0);
+        if own && whole { sizes[0].max(sizes[1]) } else { 0 }
     }
 }
 
@@ -222,6 +262,50 @@ impl Cuda {
             }
         }
         self.chained = true;
+        Ok(())
+    }
+
+    /// One of the two tile products of a layer's experts: `x` as packed for it, `y` in sorted order. At most `jobs` jobs.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts")]
+    pub(super) fn expert_product(
+        &mut self,
+        format: TileFormat,
+        slabs: Option<SlabExperts>,
+        w: &ExpertPlanes,
+        sorted: Sorted,
+        (top, jobs): (usize, usize),
+        x: u64,
+        y: u64,
+    ) -> Result<(), EngineError> {
+        let (n, k, experts) = (w.n, w.k, w.experts);
+        let (pitch, e) = if w.down { (n, Epilogue::Rows) } else { (n / 2, Epilogue::SwiGlu) };
+        let Some(SlabExperts { whole, matrices: [gate, up, down] }) = slabs else {
+            let tile = self.plans.tile(format).map_err(fault)?;
+            return tile.grouped(&self.stream, w, sorted, x, y, pitch, e, true).map_err(fault);
+        };
+        let (per, stride) = (in_slab(n, k, experts).max(1), 4 * n * k);
+        let [own, counts, tab] = JobLists::bytes(experts, per, jobs).map(|b| self.arena.lease(b));
+        let (own, counts, tab) = (own?, counts?, tab?);
+        let lists = JobLists { per, jobs: own.ptr(), most: jobs, counts: counts.ptr(), tab: tab.ptr() };
+        let slab = self.arena.lease(per * stride)?;
+        let sort = self.plans.sort(experts, top).map_err(fault)?;
+        sort.lists(&self.stream, sorted, &lists, slab.ptr(), stride, true).map_err(fault)?;
+        let w = ExpertPlanes { tab: lists.tab, ..*w };
+        let matrices = if w.down { &[down][..] } else { &[gate, up] };
+        let rows = n / matrices.len();
+        for (i, first) in (0..experts).step_by(per).enumerate() {
+            let live = per.min(experts - first);
+            let (records, base) = (whole + 8 * first as u64, sorted.base + 4 * first as u64);
+            for (j, (ty, offset)) in matrices.iter().enumerate() {
+                let to = slab.ptr() + (4 * j * rows * k) as u64;
+                let g = self.plans.ggml(*ty).map_err(fault)?;
+                g.expand(&self.stream, records, *offset, base, live, rows, k, to, stride / 2, true)
+                    .map_err(fault)?;
+            }
+            let tile = self.plans.tile(format).map_err(fault)?;
+            // As in `block_product`: these weights have just been written.
+            tile.grouped(&self.stream, &w, lists.list(sorted, i), x, y, pitch, e, false).map_err(fault)?;
+        }
         Ok(())
     }
 
