@@ -35,6 +35,35 @@ fn over(error: f64, bound: f64) -> f64 {
     if error.is_finite() { error / bound } else { f64::INFINITY }
 }
 
+/// How many words of the experts at `tab` (`n` rows of `k` each) are not those of `rows`, which has their parts `pitch` words a row, the
+/// second `part` words after the first. The second of several experts has no picks.
+fn expanded(
+    run: &mut Run,
+    g: &GgmlGemv,
+    (ty, n, k, (pitch, part)): (GgmlType, usize, usize, (usize, usize)),
+    tab: &[u64],
+    rows: &[u16],
+) -> Result<usize> {
+    let (e, stride) = (tab.len(), 2 * n * k + 64);
+    // Where a record's earlier matrices end.
+    let offset = ty.block_bytes() as usize * 16;
+    let tab: Vec<u64> = tab.iter().map(|a| a - offset as u64).collect();
+    let base: Vec<i32> = (0..=e as i32).map(|i| if i > 1 { 3 * i - 3 } else { 3 * i }).collect();
+    let (dt, db, y) = (run.dev.upload(&tab)?, run.dev.upload(&base)?, run.dev.alloc(2 * e * stride)?);
+    g.expand(&run.stream, dt.ptr(), offset, db.ptr(), e, n, k, y.ptr(), stride, false)?;
+    run.stream.synchronize()?;
+    let got: Vec<u16> = y.read(0, e * stride)?;
+    let want = |i: usize| {
+        let (z, at) = (i / stride, i % stride);
+        if base[z] == base[z + 1] || at >= 2 * n * k {
+            return 0xFFFF;
+        }
+        let (row, at) = (z * n + at / (2 * k), at % (2 * k));
+        rows[row * pitch + at / 128 * 64 + at % 64 + if at % 128 < 64 { 0 } else { part }]
+    };
+    Ok((0..got.len()).filter(|i| got[*i] != want(*i)).count())
+}
+
 pub(super) fn run(run: &mut Run) -> Result<()> {
     for ty in GgmlGemv::TYPES {
         let g = GgmlGemv::new(&run.dev, ty)?;
@@ -129,12 +158,20 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
             let e = 3.min(n);
             let per = n / e;
             let tab: Vec<u64> = (0..e).map(|i| db.at(i * per * row_bytes)).collect();
+            // Rows of the first expert alone are 16-byte aligned in every type; others where the type's loads allow.
+            let wide = matches!(ty, GgmlType::Q4K | GgmlType::Q5K | GgmlType::F32);
+            let aligned = !wide || (per * row_bytes).is_multiple_of(16);
+            if k.is_multiple_of(64) && aligned {
+                let what = (ty, per, k, (pitch, part));
+                let bad = expanded(run, &g, what, &tab, &got)?;
+                let case =
+                    format!("{} {n}x{k}: experts have the bits of rows, no others are written", ty.name());
+                run.check("ggml_expand", case, bad as f64, true);
+            }
             let ids: Vec<i32> = (0..8).map(|_| run.rng.below(e) as i32).collect();
             let (dt, di) = (run.dev.upload(&tab)?, run.dev.upload(&ids)?);
             let y = run.dev.alloc(8 * per * 2)?;
-            // Rows of the first expert alone are 16-byte aligned in every type; others where the type's loads allow.
-            let wide = matches!(ty, GgmlType::Q4K | GgmlType::Q5K | GgmlType::F32);
-            if !wide || (per * row_bytes).is_multiple_of(16) {
+            if aligned {
                 g.experts(
                     &run.stream,
                     dt.ptr(),
@@ -182,6 +219,22 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 })?;
                 run.timed("ggml", format!("{} {n}x{k}, {c} columns", ty.name()), us, b.len());
             }
+            // The same rows as eight experts, in two parts.
+            let (e, stride) = (8, n / 8 * 2 * k);
+            let tabs: Vec<_> = sets
+                .iter()
+                .map(|s| run.dev.upload(&(0..e).map(|i| s.at(i * b.len() / e)).collect::<Vec<u64>>()))
+                .collect::<Result<_>>()?;
+            let y = run.dev.alloc(2 * e * stride)?;
+            let us = run.time(copies, |i| {
+                g.expand(&run.stream, tabs[i].ptr(), 0, 0, e, n / e, k, y.ptr(), stride, true)
+            })?;
+            run.timed(
+                "ggml_expand",
+                format!("{} 8 experts {}x{k}", ty.name(), n / e),
+                us,
+                b.len() + 4 * n * k,
+            );
         }
     }
     Ok(())

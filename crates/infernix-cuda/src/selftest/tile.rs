@@ -6,7 +6,7 @@ use super::linear::{linear_share, sample};
 use crate::driver::{Args, DeviceBuffer};
 use crate::error::Result;
 use crate::kernels::linear::{Out, WeightFormat};
-use crate::kernels::tile::{Epilogue, ExpertPlanes, Quantise, Sort, Sorted, Tile, TileFormat};
+use crate::kernels::tile::{Epilogue, ExpertPlanes, JobLists, Quantise, Sort, Sorted, Tile, TileFormat};
 use crate::oracle::num::{bf16, bf16_half_ulp, parallel};
 use crate::oracle::{Rng, Words, fp4, w4a4};
 
@@ -81,6 +81,10 @@ trait Bank: Sync {
     fn row(&self, e: usize, down: bool, r: usize) -> Vec<f64>;
     /// Factor of that row.
     fn alpha(&self, e: usize, down: bool, r: usize) -> f64;
+    /// Products that a value takes.
+    fn products(&self) -> usize {
+        1
+    }
 }
 
 struct Records<'a> {
@@ -231,7 +235,8 @@ fn share(
             }
             let al = bank.alpha(e, down, r);
             let (s, a) = (s * al, a * al.abs());
-            let bound = xv.len() as f64 * 2f64.powi(-24) * a + bf16_half_ulp(s) + s.abs() * 2f64.powi(-22);
+            let terms = (bank.products() * xv.len()) as f64;
+            let bound = terms * 2f64.powi(-24) * a + bf16_half_ulp(s) + s.abs() * 2f64.powi(-22);
             let got = f64::from(bf16(y[place * n + r]));
             worst = worst.max(if got.is_finite() { (got - s).abs() / bound } else { f64::INFINITY });
         }
@@ -456,6 +461,114 @@ pub(super) fn experts(run: &mut Run) -> Result<()> {
                 let case = format!("{} {} {e} experts {h}/{i}, {rows} rows", label(wg), f.tag());
                 layer_case(run, &case, &p.untensored(), TileFormat::Rows(f), wg, up, down, &call, &x, None)?;
             }
+        }
+    }
+    parts(run)
+}
+
+/// Experts whose values are two BF16 words: gate and up rows, and down rows, of each.
+struct Parts {
+    words: [Vec<u16>; 2],
+    h: usize,
+    i: usize,
+}
+
+impl Parts {
+    fn random(rng: &mut Rng, e: usize, h: usize, i: usize) -> Self {
+        // The second 64 of every 128 words are what is left of the first.
+        let mut words = || -> Vec<u16> {
+            let (first, rest) = (rng.bf16(e * 4 * i * h, 1.0), rng.bf16(e * 4 * i * h, 2f64.powi(-9)));
+            (0..first.len()).map(|w| if w % 128 < 64 { first[w] } else { rest[w] }).collect()
+        };
+        let (gate_up, mut down) = (words(), words());
+        down.truncate(e * 2 * h * i);
+        Parts { words: [gate_up, down], h, i }
+    }
+}
+
+impl Bank for Parts {
+    fn row(&self, e: usize, down: bool, r: usize) -> Vec<f64> {
+        let (n, k) = if down { (self.h, self.i) } else { (2 * self.i, self.h) };
+        let stored = if down { r } else { r % 2 * self.i + r / 2 };
+        let row = &self.words[usize::from(down)][(e * n + stored) * 2 * k..][..2 * k];
+        let value = |w: u16| f64::from(bf16(w));
+        (0..k).map(|j| value(row[j / 64 * 128 + j % 64]) + value(row[j / 64 * 128 + j % 64 + 64])).collect()
+    }
+    fn alpha(&self, _: usize, _: bool, _: usize) -> f64 {
+        1.0
+    }
+    fn products(&self) -> usize {
+        2
+    }
+}
+
+/// Two parts a value, all experts at once and some at a time.
+fn parts(run: &mut Run) -> Result<()> {
+    for (e, h, i, top, rows, per) in [
+        (8usize, 256usize, 128usize, 3usize, 300usize, 3usize),
+        (5, 192, 64, 2, 9, 1),
+        (4, 64, 320, 1, 70, 4),
+    ] {
+        let bank = Parts::random(&mut run.rng, e, h, i);
+        let bufs = [run.dev.upload(&bank.words[0])?, run.dev.upload(&bank.words[1])?];
+        let strides = [8 * i * h, 4 * i * h];
+        let tab = |b: usize| -> Vec<u64> { (0..e).map(|x| bufs[b].at(x * strides[b])).collect() };
+        let tabs = [run.dev.upload(&tab(0))?, run.dev.upload(&tab(1))?];
+        let up = ExpertPlanes {
+            tab: tabs[0].ptr(),
+            experts: e,
+            n: 2 * i,
+            k: h,
+            k_pad: h,
+            half: i,
+            ..ExpertPlanes::default()
+        };
+        let down = ExpertPlanes { tab: tabs[1].ptr(), n: h, k: i, k_pad: i, half: 0, down: true, ..up };
+        // The last expert has no picks.
+        let ids: Vec<i32> = (0..rows)
+            .flat_map(|_| {
+                let perm = permutation(&mut run.rng, e - 1);
+                perm[..top].iter().map(|v| *v as i32).collect::<Vec<_>>()
+            })
+            .collect();
+        let x = run.rng.bf16(rows * h, 1.0);
+        let dx = run.dev.upload(&x)?;
+        for &wg in instances(run) {
+            let width = if wg { 128 } else { 64 };
+            let call = route(run, e, top, ids.clone(), width)?;
+            let case = format!("{} parts {e} experts {h}/{i}, {rows} rows", label(wg));
+            layer_case(run, &case, &bank, TileFormat::Parts, wg, up, down, &call, &x, None)?;
+            let (t, sort) =
+                (Tile::with(&run.dev, TileFormat::Parts, wg)?, Sort::with_width(&run.dev, e, top, width)?);
+            let picks = ids.len();
+            let packed = run.dev.alloc(Tile::packed_bytes(call.places, h))?;
+            let (all, y) = (run.dev.alloc(picks * 2 * i)?, run.dev.alloc(picks * 2 * i)?);
+            let most = call.max_jobs;
+            let [jobs, counts, tab] = JobLists::bytes(e, per, most).map(|b| run.dev.alloc(b));
+            let (jobs, counts, tab) = (jobs?, counts?, tab?);
+            let lists = JobLists { per, jobs: jobs.ptr(), most, counts: counts.ptr(), tab: tab.ptr() };
+            let slab = run.dev.alloc(per * strides[0])?;
+            let (s, o) = (&run.stream, call.sorted);
+            t.pack_sorted(s, dx.ptr(), h, h, o, top, most, None, packed.ptr(), false)?;
+            t.grouped(s, &up, o, packed.ptr(), all.ptr(), i, Epilogue::SwiGlu, true)?;
+            sort.lists(s, o, &lists, slab.ptr(), strides[0], true)?;
+            run.stream.synchronize()?;
+            let want: Vec<u16> = all.read(0, picks * i)?;
+            let some = ExpertPlanes { tab: lists.tab, ..up };
+            let mut bad = 0;
+            for (l, first) in (0..e).step_by(per).enumerate() {
+                let live = per.min(e - first);
+                run.stream.copy(slab.ptr(), bufs[0].at(first * strides[0]), live * strides[0])?;
+                let (s, o) = (&run.stream, lists.list(o, l));
+                t.grouped(s, &some, o, packed.ptr(), y.ptr(), i, Epilogue::SwiGlu, false)?;
+                run.stream.synchronize()?;
+                let got: Vec<u16> = y.read(0, picks * i)?;
+                let known = |p: usize| (ids[call.list[p] as usize] as usize) < first + live;
+                let want = |j: usize| if known(j / i) { want[j] } else { 0xFFFF };
+                bad += (0..picks * i).filter(|j| got[*j] != want(*j)).count();
+            }
+            let case = format!("{case}: {per} experts at a time, equal bits and no others written");
+            run.check("tile experts", case, bad as f64, true);
         }
     }
     Ok(())
