@@ -140,7 +140,7 @@ fn in_slab(n: usize, k: usize, experts: usize) -> usize {
 }
 
 impl CudaExperts {
-    /// In-slab products of the records at `whole` for `rows` rows of a prompt, where they are possible and worth it.
+    /// The records at `whole` for tile products of `rows` rows of a prompt, where these are possible and worth it.
     pub(super) fn in_slabs(&self, whole: u64, rows: usize, top: usize) -> Option<SlabExperts> {
         let Store::Stored(own) = &self.store else { return None };
         let Form::Ggml(matrices) = own.form else { return None };
