@@ -620,8 +620,20 @@ impl Cuda {
         top: usize,
         at: At<'_>,
     ) -> Result<CudaRouting, EngineError> {
+        let ids = self.fresh(logits.rows, top, true)?;
+        self.route_to(ids, logits, top, at)
+    }
+
+    /// The same, picks to `ids`.
+    pub(super) fn route_to(
+        &mut self,
+        ids: CudaBuf,
+        logits: &CudaBuf,
+        top: usize,
+        at: At<'_>,
+    ) -> Result<CudaRouting, EngineError> {
         let rows = logits.rows;
-        let (ids, weights) = (self.fresh(rows, top, true)?, self.fresh(rows, top, true)?);
+        let weights = self.fresh(rows, top, true)?;
         if self.options.routing.is_some() {
             self.run_law(at.site.layer, 1, logits.width, top, rows, ids.ptr, weights.ptr)?;
             return Ok(CudaRouting { ids, weights, top });
@@ -792,7 +804,7 @@ impl Cuda {
 
     /// Outputs of all picks of some rows, in pick order: 16-bit activations, the canonical order of sums (GGML blocks: their own).
     #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts and a range of rows")]
-    fn stored_experts(
+    pub(super) fn stored_experts(
         &mut self,
         x: &CudaBuf,
         routing: &CudaRouting,

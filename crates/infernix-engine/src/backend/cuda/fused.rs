@@ -275,35 +275,24 @@ impl Cuda {
         }
     }
 
-    pub(super) fn fused_moe(
+    /// Picks of a decode round and their outputs, in pick order: the router selects where it quantises their inputs. `scales`: combined
+    /// and input ones, and whether they divide.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts")]
+    fn exact_picks(
         &mut self,
         x: &CudaBuf,
         w: &MoeWeights<Self>,
+        bank: usize,
+        (alpha, input, divisor): (u64, u64, bool),
+        logits: &CudaBuf,
         at: At<'_>,
         trace: Option<&mut Trace>,
-    ) -> Option<CudaBuf> {
-        let Store::Exact { bank, alpha, input, divisor } = &w.experts.store else { return None };
-        let (experts, top) = (w.experts.experts, w.top_k);
+    ) -> Option<(CudaRouting, CudaBuf)> {
+        let (experts, top, rows) = (w.experts.experts, w.top_k, x.rows);
         let (h, i) = (w.experts.hidden, w.experts.intermediate);
-        let rows = x.rows;
-        if !self.fuses(rows) || rows > Router::ROUTED_ROWS || self.tiers.on_disk() {
-            return None;
-        }
-        self.mark(at.op(Op::Router));
-        let made = self.guard(|c| {
-            let forced = c.forced(at.site.layer, experts, top, rows)?;
-            let (g, u) = (c.fresh(rows, w.shared.gate.n, false)?, c.fresh(rows, w.shared.up.n, false)?);
-            let (logits, shared) = (c.fresh(rows, experts, true)?, c.fresh(rows, w.shared_gate.n, true)?);
-            c.products(
-                x,
-                &[(&w.router, &logits), (&w.shared.gate, &g), (&w.shared.up, &u), (&w.shared_gate, &shared)],
-            )?;
-            Ok((forced, g, u, logits, shared))
-        });
-        let failed = || Some(CudaBuf::failed(rows, h, false));
-        let Some((forced, g, u, logits, shared)) = made else { return failed() };
         self.mark(at.op(Op::RouteWeight));
-        let made = self.guard(|c| {
+        let (ids, weights, j, act, mid, out, table, help, _lists) = self.guard(|c| {
+            let forced = c.forced(at.site.layer, experts, top, rows)?;
             let ids = c.pick_ids(rows, top)?;
             let weights = c.fresh(rows, top, true)?;
             let picks = rows * top;
@@ -313,14 +302,9 @@ impl Cuda {
             let (mid, out) = (c.fresh(picks, i, false)?, c.fresh(picks, h, false)?);
             let j = Jobs { jobs: jobs.ptr(), list: list.ptr(), count: count.ptr() };
             let width = c.plans.w4a4(h, i, rows).map_err(fault)?.width;
-            let table = ExpertTable {
-                records: c.tiers.records(*bank).whole,
-                alpha: alpha.ptr(),
-                input: input.ptr(),
-                divisor: *divisor,
-            };
+            let table = ExpertTable { records: c.tiers.records(bank).whole, alpha, input, divisor };
             let help = c.workers.as_ref().filter(|_| rows <= Help::ROWS);
-            let help = help.and_then(|w| w.help(*bank, c.tiers.away(*bank)));
+            let help = help.and_then(|w| w.help(bank, c.tiers.away(bank)));
             let r = Routed {
                 logits: logits.ptr,
                 pitch: logits.width,
@@ -334,13 +318,12 @@ impl Cuda {
                 .map_err(fault)?
                 .route(&c.stream, r, rows, width, j, &table, Cuda::act(x)?, h, act.ptr(), help.as_ref(), pdl)
                 .map_err(fault)?;
-            c.routed.push((*bank, view(&ids)));
+            c.routed.push((bank, view(&ids)));
             if c.profile.is_some() {
                 c.chained = false;
             }
             Ok((ids, weights, j, act, mid, out, table, help, [jobs, list, count]))
-        });
-        let Some((ids, weights, j, act, mid, out, table, help, _lists)) = made else { return failed() };
+        })?;
         let routing = CudaRouting { ids, weights, top };
         if let Some(t) = trace {
             t.experts = Some(self.read_routing(&routing));
@@ -353,7 +336,61 @@ impl Cuda {
                 .map_err(fault)?
                 .launch(&c.stream, &table, j, act.ptr(), mid.ptr, out.ptr, help.as_ref(), pdl)
                 .map_err(fault)
+        })?;
+        Some((routing, out))
+    }
+
+    pub(super) fn fused_moe(
+        &mut self,
+        x: &CudaBuf,
+        w: &MoeWeights<Self>,
+        at: At<'_>,
+        trace: Option<&mut Trace>,
+    ) -> Option<CudaBuf> {
+        let bank = w.experts.bank()?;
+        let (experts, top, h) = (w.experts.experts, w.top_k, w.experts.hidden);
+        let rows = x.rows;
+        if !self.fuses(rows) || rows > Router::ROUTED_ROWS || self.tiers.on_disk() {
+            return None;
+        }
+        self.mark(at.op(Op::Router));
+        let made = self.guard(|c| {
+            let (g, u) = (c.fresh(rows, w.shared.gate.n, false)?, c.fresh(rows, w.shared.up.n, false)?);
+            let (logits, shared) = (c.fresh(rows, experts, true)?, c.fresh(rows, w.shared_gate.n, true)?);
+            c.products(
+                x,
+                &[(&w.router, &logits), (&w.shared.gate, &g), (&w.shared.up, &u), (&w.shared_gate, &shared)],
+            )?;
+            Ok((g, u, logits, shared))
         });
+        let failed = || Some(CudaBuf::failed(rows, h, false));
+        let Some((g, u, logits, shared)) = made else { return failed() };
+        let made = match &w.experts.store {
+            Store::Exact { alpha, input, divisor, .. } => {
+                let scales = (alpha.ptr(), input.ptr(), *divisor);
+                self.exact_picks(x, w, bank, scales, &logits, at, trace)
+            }
+            Store::Stored(own) => {
+                self.mark(at.op(Op::RouteWeight));
+                let routing = self.guard(|c| {
+                    let ids = c.pick_ids(rows, top)?;
+                    c.route_to(ids, &logits, top, at.op(Op::RouteWeight))
+                });
+                let Some(routing) = routing else { return failed() };
+                if let Some(t) = trace {
+                    t.experts = Some(self.read_routing(&routing));
+                }
+                self.mark(at.op(Op::ExpertOut));
+                let out = self.guard(|c| {
+                    c.routed.push((bank, view(&routing.ids)));
+                    let records = c.tiers.records(bank);
+                    c.stored_experts(x, &routing, &w.experts, own, records, 0, rows)
+                });
+                out.map(|out| (routing, out))
+            }
+            Store::Blocks(_) | Store::Chain { .. } => None,
+        };
+        let Some((routing, out)) = made else { return failed() };
         self.mark(at.op(Op::MlpDown));
         let mut fused = false;
         let y = self.make(rows, h, false, |c, y| {
