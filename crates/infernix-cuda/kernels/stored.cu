@@ -44,11 +44,13 @@ extern "C" __global__ void __launch_bounds__(256) expert_planes(const u64* __res
 
 enum { S_PAIRS = 1, S_DIVIDE = 2 };
 
-// What a product is made of: record p of `at` is that of pick p, whose expert is ids[p]. Its codes begin `codes` bytes in, its scales
+// What a product is made of: record p of `at` is that of pick p, whose expert is ids[p]; of a direct product record e of `at` is that of
+// expert e, and `away` says which are the host's: their rows of a block come to shared memory first. Its codes begin `codes` bytes in, its scales
 // `scales`; `last` FP32 [E][3] (gate, up, down), or null. Pick p reads row p / share of x BF16 [..][K]. With S_PAIRS rows 2j and
 // 2j + 1 are row j of gate and of up, and y BF16 [picks][N / 2] takes bf16(silu(bf16 gate) bf16 up); else y [picks][N] takes down's.
 struct StoredArgs {
   const u64* at;
+  const u32* away;
   const int* ids;
   const float* last;
   const u16* x;
@@ -85,13 +87,25 @@ DEV void stored_end(const StoredArgs& a, float v) {
   if (row < a.N && !(row & 1)) a.y[(size_t)p * (a.N >> 1) + (row >> 1)] = swiglu_c(rbf(v), rbf(up));
 }
 
-// NVFP4 records: units of 16 stored rows x 16 k, 128 B of codes and 16 scales; gate and up rows alternate as stored.
-extern "C" __global__ void __launch_bounds__(256) stored_rg16(const __grid_constant__ StoredArgs a) {
-  pdl_launch();
-  pdl_wait();
-  const int row = min(blockIdx.x * 32 + (threadIdx.x & 31), a.N - 1), r = row & 15, span = threadIdx.x >> 5, p = blockIdx.y, G = a.K >> 4;
-  const u8* base = (const u8*)a.at[p] + a.codes + (size_t)(row >> 4) * G * 144;
-  const u16* x = a.x + (size_t)(p / a.share) * a.K;
+// Copies of a block's rows, `each` bytes from `p` and from `p2` (or null), to shared memory. By all threads, once a block.
+DEV void rows_to_shared(u8* smem, const u8* p, const u8* p2, u32 each) {
+  __shared__ __align__(8) u64 bar;
+  const u32 b = smem_u32(&bar);
+  if (threadIdx.x == 0) {
+    mbar_init(b, 1);
+    mbar_fence_init();
+    mbar_expect(b, p2 ? 2 * each : each);
+    bulk_load(smem_u32(smem), p, each, b);
+    if (p2) bulk_load(smem_u32(smem) + each, p2, each, b);
+  }
+  __syncthreads();
+  mbar_wait(b, 0);
+}
+// Of global memory, or of shared memory.
+template <bool SHARED, typename T> DEV T stored_at(const u8* p) { return SHARED ? *(const T*)p : __ldg((const T*)p); }
+
+// A span's sum of a row: r of the 16 of its units, which begin at `base`.
+template <bool SHARED> DEV float rg16_sum(const u8* base, const u16* x, int r, int span, int G) {
   const int shift = r < 8 ? 0 : 4;
   float v = 0;
 #pragma unroll 2
@@ -103,34 +117,44 @@ extern "C" __global__ void __launch_bounds__(256) stored_rg16(const __grid_const
       float w[8];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const u32 c = __ldg((const u32*)(unit + 32 * (2 * h + j) + 4 * (r & 7))) >> shift;
+        const u32 c = stored_at<SHARED, u32>(unit + 32 * (2 * h + j) + 4 * (r & 7)) >> shift;
         // E2M1 at bits 15, 11..9 of an FP16 is the value times 2^-14.
 #pragma unroll
         for (int i = 0; i < 4; i++) w[4 * j + i] = h2f((c >> (8 * i) & 7) << 9 | (c >> (8 * i) & 8) << 12) * 16384.0f;
       }
       t = chain8(w, x + 16 * b + 8 * h, t);
     }
-    v = fmaf(e4m3_m8(__ldg(unit + 128 + r)) * 256.0f, t, v);
+    v = fmaf(e4m3_m8(stored_at<SHARED, u8>(unit + 128 + r)) * 256.0f, t, v);
   }
+  return v;
+}
+
+// NVFP4 records: units of 16 stored rows x 16 k, 128 B of codes and 16 scales; gate and up rows alternate as stored.
+template <bool DIRECT> DEV void rg16_body(const StoredArgs& a) {
+  extern __shared__ __align__(128) u8 smem[];
+  pdl_launch();
+  pdl_wait();
+  const int first = blockIdx.x * 32, row = min(first + (threadIdx.x & 31), a.N - 1), p = blockIdx.y, G = a.K >> 4;
+  const int e = a.ids[p], span = threadIdx.x >> 5;
+  const u8* base = (const u8*)a.at[DIRECT ? e : p] + a.codes;
+  const u16* x = a.x + (size_t)(p / a.share) * a.K;
+  float v;
+  if (DIRECT && a.away[e]) {
+    const u32 group = G * 144;
+    rows_to_shared(smem, base + (size_t)(first >> 4) * group, nullptr, min(2, (a.N - first) >> 4) * group);
+    v = rg16_sum<true>(smem + ((row - first) >> 4) * group, x, row & 15, span, G);
+  } else v = rg16_sum<false>(base + (size_t)(row >> 4) * G * 144, x, row & 15, span, G);
   stored_end(a, v);
 }
 
-// FP8 records: E4M3 rows of K bytes, gate, up and down one below the other, and an FP32 scale per 128 x 128 of each.
-extern "C" __global__ void __launch_bounds__(256) stored_fp8(const __grid_constant__ StoredArgs a) {
-  pdl_launch();
-  pdl_wait();
-  const int row = min(blockIdx.x * 32 + (threadIdx.x & 31), a.N - 1), span = threadIdx.x >> 5, p = blockIdx.y, G = (a.K + 127) >> 7;
-  const bool pairs = a.mode & S_PAIRS;
-  const int half = a.N >> 1, own = pairs ? (row & 1) * half + (row >> 1) : row;
-  const int tile = pairs ? (row & 1) * ((half + 127) >> 7) + (row >> 8) : row >> 7;
-  const u8 *base = (const u8*)a.at[p], *codes = base + a.codes + (size_t)own * a.K;
-  const float* scales = (const float*)(base + a.scales) + (size_t)tile * G;
-  const u16* x = a.x + (size_t)(p / a.share) * a.K;
+// A span's sum of a row of E4M3 codes and its tiles' scales, which are of global memory.
+template <bool SHARED> DEV float fp8_sum(const u8* codes, const float* scales, const u16* x, int span, int K) {
+  const int G = (K + 127) >> 7;
   float v = 0;
   for (int g = span * G / 8; g < (span + 1) * G / 8; g++) {
     float t = 0;
-    for (int k = g * 128; k < min(a.K, (g + 1) * 128); k += 16) {
-      const uint4 c4 = __ldg((const uint4*)(codes + k));
+    for (int k = g * 128; k < min(K, (g + 1) * 128); k += 16) {
+      const uint4 c4 = stored_at<SHARED, uint4>(codes + k);
       const u32 c[4] = {c4.x, c4.y, c4.z, c4.w};
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -145,5 +169,35 @@ extern "C" __global__ void __launch_bounds__(256) stored_fp8(const __grid_consta
     }
     v = fmaf(__ldg(scales + g), t, v);
   }
+  return v;
+}
+
+// FP8 records: E4M3 rows of K bytes, gate, up and down one below the other, and an FP32 scale per 128 x 128 of each.
+template <bool DIRECT> DEV void fp8_body(const StoredArgs& a) {
+  extern __shared__ __align__(128) u8 smem[];
+  pdl_launch();
+  pdl_wait();
+  const int first = blockIdx.x * 32, row = min(first + (threadIdx.x & 31), a.N - 1), p = blockIdx.y, G = (a.K + 127) >> 7;
+  const int e = a.ids[p], span = threadIdx.x >> 5, half = a.N >> 1;
+  const bool pairs = a.mode & S_PAIRS;
+  const int own = pairs ? (row & 1) * half + (row >> 1) : row, tile = pairs ? (row & 1) * ((half + 127) >> 7) + (row >> 8) : row >> 7;
+  const u8 *base = (const u8*)a.at[DIRECT ? e : p], *codes = base + a.codes;
+  const float* scales = (const float*)(base + a.scales) + (size_t)tile * G;
+  const u16* x = a.x + (size_t)(p / a.share) * a.K;
+  float v;
+  if (DIRECT && a.away[e]) {
+    // 32 rows of down, or 16 of gate and the same of up.
+    const int rows = min(32, a.N - first) >> (pairs ? 1 : 0), at = row - first;
+    const u8* from = codes + (size_t)(pairs ? first >> 1 : first) * a.K;
+    rows_to_shared(smem, from, pairs ? from + (size_t)half * a.K : nullptr, rows * a.K);
+    v = fp8_sum<true>(smem + (size_t)(pairs ? (at & 1) * rows + (at >> 1) : at) * a.K, scales, x, span, a.K);
+  } else v = fp8_sum<false>(codes + (size_t)own * a.K, scales, x, span, a.K);
   stored_end(a, v);
 }
+
+#define STORED(NAME, BODY)                                                                                \
+  extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ StoredArgs a) { BODY(a); }
+STORED(stored_rg16, rg16_body<false>)
+STORED(stored_rg16_direct, rg16_body<true>)
+STORED(stored_fp8, fp8_body<false>)
+STORED(stored_fp8_direct, fp8_body<true>)

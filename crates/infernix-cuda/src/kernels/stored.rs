@@ -16,8 +16,10 @@ pub enum StoredForm {
 /// One matrix of the experts that some picks chose, or gate and up together. Device addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredProduct {
-    /// U64 `[picks]`: the record of each pick's expert.
+    /// U64 `[picks]`: the record of each pick's expert; with `away` U64 `[E]`: that of each expert.
     pub at: u64,
+    /// U32 `[E]`: whether a record is the host's, of a product that reads it there; 0: none is. Needs [`StoredExperts::reads`].
+    pub away: u64,
     /// I32 `[picks]`.
     pub ids: u64,
     /// FP32 `[E][3]` (gate, up, down), what sums are multiplied by at the end; 0: by nothing.
@@ -38,10 +40,9 @@ pub struct StoredProduct {
 
 /// The kernels.
 pub struct StoredExperts {
+    device: Arc<Device>,
     fetch: Kernel,
     planes: Kernel,
-    rg16: Kernel,
-    fp8: Kernel,
 }
 
 impl StoredExperts {
@@ -51,11 +52,23 @@ impl StoredExperts {
     /// Looks the kernels up.
     pub fn new(dev: &Arc<Device>) -> Result<Self> {
         Ok(StoredExperts {
+            device: dev.clone(),
             fetch: dev.kernel("expert_fetch", 0)?,
             planes: dev.kernel("expert_planes", 0)?,
-            rg16: dev.kernel("stored_rg16", 0)?,
-            fp8: dev.kernel("stored_fp8", 0)?,
         })
+    }
+
+    /// Whether products of `k` columns can read records of the host themselves: 32 rows go to shared memory.
+    pub fn reads(&self, form: StoredForm, k: usize) -> bool {
+        Self::rows(form, k) <= self.device.info().shared_per_block - 2048
+    }
+
+    /// Bytes of 32 rows.
+    fn rows(form: StoredForm, k: usize) -> usize {
+        match form {
+            StoredForm::Rg16 => 2 * (k / 16) * 144,
+            StoredForm::Fp8Block => 32 * k,
+        }
     }
 
     /// Where the record of each of up to [`StoredExperts::PICKS`] picks is, to `at` U64 `[picks]`. `whole` U64 `[E]` addresses of
@@ -121,7 +134,9 @@ impl StoredExperts {
         pdl: bool,
     ) -> Result<()> {
         let rows = form == StoredForm::Fp8Block || p.n.is_multiple_of(16);
-        let aligned = (p.codes | p.scales).is_multiple_of(4)
+        let fits = p.away == 0 || self.reads(form, p.k);
+        let aligned = fits
+            && (p.codes | p.scales).is_multiple_of(4)
             && (form == StoredForm::Rg16 || p.codes.is_multiple_of(16));
         let rows = rows && (!p.pairs || p.n.is_multiple_of(2));
         let sizes = [p.n, p.k, picks, share].iter().all(|v| i32::try_from(*v).is_ok());
@@ -129,11 +144,18 @@ impl StoredExperts {
             let what = format!("{form:?}: {} x {}, {picks} picks, codes at {}", p.n, p.k, p.codes);
             return Err(CudaError::Shape { kernel: "stored", what });
         }
-        let kernel = if form == StoredForm::Rg16 { &self.rg16 } else { &self.fp8 };
+        let direct = p.away != 0;
+        let name = match (form, direct) {
+            (StoredForm::Rg16, false) => "stored_rg16",
+            (StoredForm::Rg16, true) => "stored_rg16_direct",
+            (StoredForm::Fp8Block, false) => "stored_fp8",
+            (StoredForm::Fp8Block, true) => "stored_fp8_direct",
+        };
+        let kernel = self.device.kernel(name, if direct { Self::rows(form, p.k) } else { 0 })?;
         let mode = usize::from(p.pairs) | usize::from(p.divide) << 1;
         let pair = |a: usize, b: usize| a as u64 | (b as u64) << 32;
-        let words =
-            [p.at, p.ids, p.last, x, y, p.codes as u64, p.scales as u64, pair(p.n, p.k), pair(share, mode)];
-        s.launch(kernel, [p.n.div_ceil(32) as u32, picks as u32, 1], 256, pdl, &Args::new().block(&words))
+        let (codes, scales) = (p.codes as u64, p.scales as u64);
+        let words = [p.at, p.away, p.ids, p.last, x, y, codes, scales, pair(p.n, p.k), pair(share, mode)];
+        s.launch(&kernel, [p.n.div_ceil(32) as u32, picks as u32, 1], 256, pdl, &Args::new().block(&words))
     }
 }

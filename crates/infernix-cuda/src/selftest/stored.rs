@@ -170,11 +170,19 @@ impl Picks {
         Ok(Picks { ids, share, x, device_ids, device_x, last, mid, y })
     }
 
-    /// Gate with up, then down, through the records of `at`.
-    fn launch(&self, run: &Run, op: &StoredExperts, bank: &Bank, at: u64, pdl: bool) -> Result<()> {
+    /// Gate with up, then down, through the records of `at`; with `away` those of the host are read there.
+    fn launch(
+        &self,
+        run: &Run,
+        op: &StoredExperts,
+        bank: &Bank,
+        (at, away): (u64, u64),
+        pdl: bool,
+    ) -> Result<()> {
         let (h, i) = (bank.hidden(), bank.intermediate());
         let [first, second] = bank.offsets().map(|[codes, scales]| StoredProduct {
             at,
+            away,
             ids: self.device_ids.ptr(),
             last: self.last.as_ref().map_or(0, DeviceBuffer::ptr),
             divide: bank.divide,
@@ -239,7 +247,7 @@ fn products(run: &mut Run) -> Result<()> {
                 let picks = Picks::random(run, &bank, rows * top, share)?;
                 let at: Vec<u64> = picks.ids.iter().map(|e| records.at(*e as usize * stride)).collect();
                 let at = dev.upload(&at)?;
-                picks.launch(run, &op, &bank, at.ptr(), false)?;
+                picks.launch(run, &op, &bank, (at.ptr(), 0), false)?;
                 run.stream.synchronize()?;
                 picks.check(run, &bank, &format!("{share} a row, divisor {divide}"))?;
             }
@@ -302,7 +310,7 @@ fn fetch(run: &mut Run) -> Result<()> {
                 let bad = unequal(&stage.read(0, picks * place)?, &want);
                 run.check("expert_fetch", format!("{picks} picks, {case}: bytes"), bad, true);
             }
-            p.launch(run, &op, &bank, at.ptr(), c > 0)?;
+            p.launch(run, &op, &bank, (at.ptr(), 0), c > 0)?;
         }
         run.stream.synchronize()?;
         for (c, (p, at)) in calls.iter().enumerate() {
@@ -318,6 +326,10 @@ fn fetch(run: &mut Run) -> Result<()> {
             run.check("expert_fetch", format!("{picks} picks, {case}, call {c}: addresses"), bad, true);
             p.check(run, &bank, &format!("fetched by call {c}"))?;
         }
+        let p = Picks::random(run, &bank, picks, picks)?;
+        p.launch(run, &op, &bank, (device_whole.ptr(), device_away.ptr()), false)?;
+        run.stream.synchronize()?;
+        p.check(run, &bank, "read where they are")?;
     }
     Ok(())
 }
@@ -345,6 +357,7 @@ fn refused(run: &mut Run) -> Result<()> {
     let op = StoredExperts::new(&run.dev)?;
     let fine = StoredProduct {
         at: 0,
+        away: 0,
         ids: 0,
         last: 0,
         divide: false,
@@ -366,6 +379,10 @@ fn refused(run: &mut Run) -> Result<()> {
         ("codes at 2, rg16", product(Rg16, StoredProduct { codes: 2, ..fine }, 1).is_ok()),
         ("codes at 8, fp8", product(Fp8Block, StoredProduct { codes: 8, ..fine }, 1).is_ok()),
         ("scales at 2, fp8", product(Fp8Block, StoredProduct { scales: 2, ..fine }, 1).is_ok()),
+        (
+            "rows larger than shared memory, fp8",
+            product(Fp8Block, StoredProduct { away: 16, k: 1 << 14, ..fine }, 1).is_ok(),
+        ),
         ("no pick a row", product(Rg16, fine, 0).is_ok()),
         ("33 picks", fetch(33, 4096, 4096)),
         ("records larger than their places", fetch(1, 4097, 4096)),

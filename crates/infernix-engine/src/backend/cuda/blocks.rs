@@ -18,7 +18,7 @@ use infernix_cuda::kernels::gdn::{ChunkArgs, GdnArgs};
 use infernix_cuda::kernels::hyper::HyperWeights as HyperMatrices;
 use infernix_cuda::kernels::linear::{Linear, Out, WeightFormat};
 use infernix_cuda::kernels::rows::Lanes;
-use infernix_cuda::kernels::stored::{StoredExperts, StoredForm, StoredProduct};
+use infernix_cuda::kernels::stored::{StoredExperts, StoredProduct};
 use infernix_cuda::kernels::tile::{ExpertPlanes, Quantise, Sorted, Tile, TileFormat};
 use std::sync::Arc;
 
@@ -819,8 +819,12 @@ impl Cuda {
         let (stage, stride) = self.tiers.stage();
         let away = self.tiers.away(own.bank);
         let identity = self.identity.as_ref().map_or(0, DeviceBuffer::ptr);
-        // A layer that has been streamed is read where it is; else what is the host's comes first, some rows' picks at a time.
-        let fetch = !self.streaming;
+        // A layer that has been streamed is read where it is. So are the picks of one row, none of which is another's; of several rows, what
+        // is the host's comes first, some picks at a time.
+        let form = own.product();
+        let reads = |f| [h, i].iter().all(|k| self.plans.stored.reads(f, *k));
+        let direct = n == 1 && form.is_some_and(reads);
+        let fetch = !self.streaming && !direct;
         let most = if top <= StoredExperts::PICKS { StoredExperts::PICKS / top * top } else { 1 };
         let step = if fetch { most } else { picks };
         let at = self.arena.lease(8 * StoredExperts::PICKS)?;
@@ -838,18 +842,19 @@ impl Cuda {
                     .fetch(s, whole, away, ids, count, own.record, stage, stride, at.ptr(), pdl)
                     .map_err(fault)?;
             }
-            let product = |down: bool| match &own.form {
+            let lie = |down: bool| match &own.form {
                 Form::Rg16 { last, divide } => {
                     let codes = if down { own.record / 3 * 2 } else { 0 };
-                    (StoredForm::Rg16, (last.ptr(), *divide), codes, 0)
+                    (last.ptr(), *divide, codes, 0)
                 }
                 _ => {
                     let [codes, _, scales] = own.fp8(store, down);
-                    (StoredForm::Fp8Block, (0, false), codes, scales)
+                    (0, false, codes, scales)
                 }
             };
+            let (at, away) = if direct { (records.whole, away) } else { (at.ptr(), 0) };
             if let Form::Ggml(matrices) = &own.form {
-                let (tab, ids) = if fetch { (at.ptr(), identity) } else { (records.whole, ids) };
+                let (tab, ids) = if fetch { (at, identity) } else { (records.whole, ids) };
                 let up = self.fresh(count, i, false)?;
                 let jobs = [(from, top, to), (from, top, up.ptr), (to, 1, y)];
                 let mut pdl = fetch || pdl;
@@ -867,11 +872,14 @@ impl Cuda {
                 }
                 continue;
             }
+            let Some(form) = form else { continue };
+            let mut pdl = fetch || pdl;
             for (down, x, share, y) in [(false, from, top, to), (true, to, 1, y)] {
-                let (form, (last, divide), codes, scales) = product(down);
+                let (last, divide, codes, scales) = lie(down);
                 let (n, k) = if down { (h, i) } else { (2 * i, h) };
-                let p = StoredProduct { at: at.ptr(), ids, last, divide, codes, scales, n, k, pairs: !down };
-                self.plans.stored.product(s, form, &p, count, x, share, y, true).map_err(fault)?;
+                let p = StoredProduct { at, away, ids, last, divide, codes, scales, n, k, pairs: !down };
+                self.plans.stored.product(s, form, &p, count, x, share, y, pdl).map_err(fault)?;
+                pdl = true;
             }
         }
         Ok(out)

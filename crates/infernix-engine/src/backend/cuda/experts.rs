@@ -13,6 +13,7 @@ use infernix_cuda::DeviceBuffer;
 use infernix_cuda::kernels::chain::ChainMatrix;
 use infernix_cuda::kernels::ggml::GgmlGemv;
 use infernix_cuda::kernels::linear::WeightFormat;
+use infernix_cuda::kernels::stored::StoredForm;
 use infernix_cuda::kernels::tile::TileFormat;
 use infernix_formats::expert_bank::{BankShape, ExpertMatrix};
 use infernix_formats::ggml::GgmlType;
@@ -92,6 +93,15 @@ impl Stored {
         let lie = RecordShape { experts: spec.experts, stride: shape.stride as usize, record, down };
         let bank = tiers.add(&spec.name, part.bytes.clone(), part.file.clone(), lie, None);
         Ok(Some(Stored { bank, record, form }))
+    }
+
+    /// The product of decode rounds, where it is not that of GGML blocks.
+    pub(super) fn product(&self) -> Option<StoredForm> {
+        match self.form {
+            Form::Rg16 { .. } => Some(StoredForm::Rg16),
+            Form::Fp8 => Some(StoredForm::Fp8Block),
+            Form::Ggml(_) => None,
+        }
     }
 
     /// FP8: bytes before the codes of gate and up or of down, before the high bits there are none of, and before the scales.
