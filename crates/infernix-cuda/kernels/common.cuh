@@ -37,6 +37,22 @@ DEV void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
                "l"(src), "r"(bytes), "r"(bar) : "memory");
 }
+// Copies of a block's rows, `each` bytes from `p` and from `p2` (or null), to shared memory. By all threads, once a block.
+DEV void rows_to_shared(u8* smem, const u8* p, const u8* p2, u32 each) {
+  __shared__ __align__(8) u64 bar;
+  const u32 b = smem_u32(&bar);
+  if (threadIdx.x == 0) {
+    mbar_init(b, 1);
+    mbar_fence_init();
+    mbar_expect(b, p2 ? 2 * each : each);
+    bulk_load(smem_u32(smem), p, each, b);
+    if (p2) bulk_load(smem_u32(smem) + each, p2, each, b);
+  }
+  __syncthreads();
+  mbar_wait(b, 0);
+}
+// Of global memory, or of shared memory.
+template <bool SHARED, typename T> DEV T stored_at(const u8* p) { return SHARED ? *(const T*)p : __ldg((const T*)p); }
 DEV void cp_async16(u32 dst, const void* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
 // Copies `n` (0 or 16) bytes and zero-fills the rest.
 DEV void cp_async16z(u32 dst, const void* src, u32 n) {

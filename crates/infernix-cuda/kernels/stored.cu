@@ -87,23 +87,6 @@ DEV void stored_end(const StoredArgs& a, float v) {
   if (row < a.N && !(row & 1)) a.y[(size_t)p * (a.N >> 1) + (row >> 1)] = swiglu_c(rbf(v), rbf(up));
 }
 
-// Copies of a block's rows, `each` bytes from `p` and from `p2` (or null), to shared memory. By all threads, once a block.
-DEV void rows_to_shared(u8* smem, const u8* p, const u8* p2, u32 each) {
-  __shared__ __align__(8) u64 bar;
-  const u32 b = smem_u32(&bar);
-  if (threadIdx.x == 0) {
-    mbar_init(b, 1);
-    mbar_fence_init();
-    mbar_expect(b, p2 ? 2 * each : each);
-    bulk_load(smem_u32(smem), p, each, b);
-    if (p2) bulk_load(smem_u32(smem) + each, p2, each, b);
-  }
-  __syncthreads();
-  mbar_wait(b, 0);
-}
-// Of global memory, or of shared memory.
-template <bool SHARED, typename T> DEV T stored_at(const u8* p) { return SHARED ? *(const T*)p : __ldg((const T*)p); }
-
 // A span's sum of a row: r of the 16 of its units, which begin at `base`.
 template <bool SHARED> DEV float rg16_sum(const u8* base, const u16* x, int r, int span, int G) {
   const int shift = r < 8 ? 0 : 4;

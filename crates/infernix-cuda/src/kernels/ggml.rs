@@ -11,6 +11,8 @@ use std::sync::Arc;
 pub struct GgmlGemv {
     kernels: [Kernel; 3],
     rows: Kernel,
+    device: Arc<Device>,
+    direct: String,
     expand: Kernel,
     grid: Option<DeviceBuffer>,
     ty: GgmlType,
@@ -41,7 +43,15 @@ impl GgmlGemv {
         let rows = dev.kernel(&format!("ggml_{name}_rows"), 0)?;
         let expand = dev.kernel(&format!("ggml_{name}_expand"), 0)?;
         let grid = if ty == GgmlType::Iq3S { Some(dev.upload(&iq3_s_grid()?)?) } else { None };
-        Ok(GgmlGemv { kernels: [k(1)?, k(4)?, k(8)?], rows, expand, grid, ty })
+        Ok(GgmlGemv {
+            device: dev.clone(),
+            direct: format!("ggml_{name}_direct"),
+            kernels: [k(1)?, k(4)?, k(8)?],
+            rows,
+            expand,
+            grid,
+            ty,
+        })
     }
 
     fn shape(&self, k: usize, x_pitch: usize) -> Result<()> {
@@ -132,13 +142,25 @@ impl GgmlGemv {
         s.launch(&self.expand, [blocks as u32, experts as u32, 1], 256, pdl, &args.ptr(stride as u64))
     }
 
+    /// Whether [`GgmlGemv::experts`] of `k` columns can read records of the host themselves: 8 rows go to shared memory.
+    pub fn reads(&self, k: usize) -> bool {
+        self.eight_rows(k) <= self.device.info().shared_per_block - 2048
+    }
+
+    /// Bytes of 8 rows and of what aligns them.
+    fn eight_rows(&self, k: usize) -> usize {
+        8 * self.ty.row_bytes(k as u64).map_or(usize::MAX / 16, |b| b as usize) + 32
+    }
+
     /// One matrix of the expert of each pick: its rows begin `offset` bytes behind the address in `tab` U64 `[E]`, `ids` I32 `[picks]`, input row `pick / top` of
-    /// `x` (`top` 1: the pick itself), `y` BF16 `[picks][y_pitch]`.
+    /// `x` (`top` 1: the pick itself), `y` BF16 `[picks][y_pitch]`. `away` U32 `[E]`: whether a record is the host's, of a launch that reads it
+    /// there (padded to 16 bytes; [`GgmlGemv::reads`]); 0: none is.
     #[expect(clippy::too_many_arguments, reason = "the operands of one layer's experts")]
     pub fn experts(
         &self,
         s: &Stream,
         tab: u64,
+        away: u64,
         offset: usize,
         ids: u64,
         picks: usize,
@@ -153,6 +175,12 @@ impl GgmlGemv {
     ) -> Result<()> {
         self.shape(k, x_pitch)?;
         let grid = self.grid.as_ref().map_or(0, DeviceBuffer::ptr);
+        if away != 0 {
+            let kernel = self.device.kernel(&self.direct, self.eight_rows(k))?;
+            let args = Args::new().ptr(tab).ptr(away).ptr(offset as u64).ptr(ids).ptr(grid).ptr(x).ptr(y);
+            let args = args.ints(&[n, k, x_pitch, y_pitch, top.max(1)]);
+            return s.launch(&kernel, [n.div_ceil(8) as u32, picks as u32, 1], 256, pdl, &args);
+        }
         let args = Args::new().ptr(0).ptr(tab).ptr(offset as u64).ptr(ids).ptr(grid).ptr(x).ptr(y);
         let args = args.ints(&[n, k, picks, x_pitch, y_pitch, top.max(1), 0]);
         s.launch(&self.kernels[0], [n.div_ceil(8) as u32, picks as u32, 1], 256, pdl, &args)

@@ -169,24 +169,23 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                 run.check("ggml_expand", case, bad as f64, true);
             }
             let ids: Vec<i32> = (0..8).map(|_| run.rng.below(e) as i32).collect();
-            let (dt, di) = (run.dev.upload(&tab)?, run.dev.upload(&ids)?);
-            let y = run.dev.alloc(8 * per * 2)?;
-            if aligned {
-                g.experts(
-                    &run.stream,
-                    dt.ptr(),
-                    0,
-                    di.ptr(),
-                    8,
-                    2,
-                    per,
-                    k,
-                    dx.ptr(),
-                    xp,
-                    y.ptr(),
-                    per,
-                    false,
-                )?;
+            let di = run.dev.upload(&ids)?;
+            // The second time every other expert is read where the host has it.
+            let place = (per * row_bytes).next_multiple_of(64) + 64;
+            let mut host = run.dev.pinned(e * place)?;
+            for i in 0..e {
+                let own = &b[i * per * row_bytes..(i + 1) * per * row_bytes];
+                host.as_mut_slice()[i * place..][..own.len()].copy_from_slice(own);
+            }
+            let mixed: Vec<u64> = (0..e)
+                .map(|i| if i % 2 == 0 { host.device_ptr() + (i * place) as u64 } else { tab[i] })
+                .collect();
+            let away: Vec<u32> = (0..e).map(|i| u32::from(i % 2 == 0)).collect();
+            let (tables, away) = ([run.dev.upload(&tab)?, run.dev.upload(&mixed)?], run.dev.upload(&away)?);
+            for (dt, away) in tables.iter().zip([0, away.ptr()]).filter(|_| aligned) {
+                let y = run.dev.alloc(8 * per * 2)?;
+                let (s, x) = (&run.stream, dx.ptr());
+                g.experts(s, dt.ptr(), away, 0, di.ptr(), 8, 2, per, k, x, xp, y.ptr(), per, false)?;
                 run.stream.synchronize()?;
                 let got: Vec<u16> = y.read(0, 8 * per)?;
                 let bad = (0..8 * per)
@@ -195,12 +194,9 @@ pub(super) fn run(run: &mut Run) -> Result<()> {
                         got[*i] != base[p / 2 * yp + ids[p] as usize * per + r]
                     })
                     .count();
-                run.check(
-                    "ggml",
-                    format!("{} {n}x{k}: experts have the linear's bits", ty.name()),
-                    bad as f64,
-                    true,
-                );
+                let whose = if away == 0 { "" } else { ", the host's too" };
+                let case = format!("{} {n}x{k}: experts have the linear's bits{whose}", ty.name());
+                run.check("ggml", case, bad as f64, true);
             }
         }
     }

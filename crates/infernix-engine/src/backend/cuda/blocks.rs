@@ -822,8 +822,18 @@ impl Cuda {
         // A layer that has been streamed is read where it is. So are the picks of one row, none of which is another's; of several rows, what
         // is the host's comes first, some picks at a time.
         let form = own.product();
-        let reads = |f| [h, i].iter().all(|k| self.plans.stored.reads(f, *k));
-        let direct = n == 1 && form.is_some_and(reads);
+        let direct = n == 1
+            && match (&own.form, form) {
+                (Form::Ggml(matrices), _) => {
+                    let mut reads = true;
+                    for ((ty, _), k) in matrices.iter().zip([h, h, i]) {
+                        reads &= self.plans.ggml(*ty).map_err(fault)?.reads(k);
+                    }
+                    reads
+                }
+                (_, Some(f)) => [h, i].iter().all(|k| self.plans.stored.reads(f, *k)),
+                (_, None) => false,
+            };
         let fetch = !self.streaming && !direct;
         let most = if top <= StoredExperts::PICKS { StoredExperts::PICKS / top * top } else { 1 };
         let step = if fetch { most } else { picks };
@@ -866,7 +876,7 @@ impl Cuda {
                     }
                     let kernel = self.plans.ggml(*ty).map_err(fault)?;
                     kernel
-                        .experts(&self.stream, tab, *offset, ids, count, share, n, k, x, k, y, n, pdl)
+                        .experts(&self.stream, tab, away, *offset, ids, count, share, n, k, x, k, y, n, pdl)
                         .map_err(fault)?;
                     pdl = true;
                 }

@@ -348,7 +348,7 @@ impl Cuda {
             }
             let k = self.plans.ggml(b.blocks.ty).map_err(fault)?;
             let (n, width) = (b.blocks.n, b.k);
-            k.experts(&self.stream, b.table.ptr(), 0, ids, picks, share, n, width, x, width, y, n, pdl)
+            k.experts(&self.stream, b.table.ptr(), 0, 0, ids, picks, share, n, width, x, width, y, n, pdl)
                 .map_err(fault)?;
             pdl = true;
         }
