@@ -149,7 +149,8 @@ DEV void direct_body(const u64* __restrict__ tab, const u32* __restrict__ away, 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = blockIdx.x * 8, n = first + warp, p = blockIdx.y;
   pdl_launch();
   pdl_wait();
-  const int e = ids[p], bytes = (K / B::VALUES) * B::BYTES;
+  // Volatile: what is const and restrict may be read ahead of the wait.
+  const int e = *(const volatile int*)(ids + p), bytes = (K / B::VALUES) * B::BYTES;
   const u8* rows = (const u8*)tab[e] + offset + (size_t)first * bytes;
   const u16* xr = x + (size_t)(p / top) * x_pitch;
   auto sum = [&](auto shared, const u8* row) {
