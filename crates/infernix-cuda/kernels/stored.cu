@@ -1,6 +1,7 @@
-// Experts whose activations stay at 16 bits, from their records as stored: what a decode round lacks is brought to the device, and
-// products follow the canonical order of sums (chain.cu): per scale group an FP32 fma chain in rising k over exact codes, groups added
+// Experts whose activations stay at 16 bits, as stored, in records or in plain rows: records that a decode round lacks are brought to
+// the device, and products follow the canonical order of sums (chain.cu): per scale group an FP32 fma chain in rising k over exact codes, groups added
 // by fma within eight spans of K, spans pairwise, the matrix's scale last.
+#include "gemv_core.cuh"
 #include "w4a4.cuh"
 
 // For each pick where its expert's record is: the frame, or a place of `stage` (`stride` apart), to which it is copied where `away`
@@ -68,23 +69,30 @@ DEV float chain8(const float (&w)[8], const u16* x, float t) {
   return t;
 }
 
-// Adds the eight spans of 32 rows and stores them. grid (ceil(N / 32), picks), 256 threads: a warp a span, a lane a row.
-DEV void stored_end(const StoredArgs& a, float v) {
+// Adds the eight spans of 32 rows and stores what `last(sum, row)` makes of them. grid (ceil(N / 32), picks), 256 threads: a warp a
+// span, a lane a row.
+template <typename Last> DEV void stored_end(float v, int N, int mode, u16* y, Last last) {
   __shared__ float sum[8][32];
   const int l = threadIdx.x & 31, span = threadIdx.x >> 5, p = blockIdx.y, row = blockIdx.x * 32 + l;
   sum[span][l] = v;
   __syncthreads();
   if (span) return;
-  const bool pairs = a.mode & S_PAIRS;
-  const float last = a.last ? a.last[a.ids[p] * 3 + (pairs ? row & 1 : 2)] : 1.0f;
   v = ((sum[0][l] + sum[1][l]) + (sum[2][l] + sum[3][l])) + ((sum[4][l] + sum[5][l]) + (sum[6][l] + sum[7][l]));
-  v = a.mode & S_DIVIDE ? __fdiv_rn(v, last) : v * last;
-  if (!pairs) {
-    if (row < a.N) a.y[(size_t)p * a.N + row] = f2bf(v);
+  v = last(v, min(row, N - 1));
+  if (!(mode & S_PAIRS)) {
+    if (row < N) y[(size_t)p * N + row] = f2bf(v);
     return;
   }
   const float up = __shfl_xor_sync(~0u, v, 1);
-  if (row < a.N && !(row & 1)) a.y[(size_t)p * (a.N >> 1) + (row >> 1)] = swiglu_c(rbf(v), rbf(up));
+  if (row < N && !(row & 1)) y[(size_t)p * (N >> 1) + (row >> 1)] = swiglu_c(rbf(v), rbf(up));
+}
+
+// What is multiplied last of a record's matrix.
+DEV void record_end(const StoredArgs& a, float v) {
+  stored_end(v, a.N, a.mode, a.y, [&](float v, int row) {
+    const float last = a.last ? a.last[a.ids[blockIdx.y] * 3 + (a.mode & S_PAIRS ? row & 1 : 2)] : 1.0f;
+    return a.mode & S_DIVIDE ? __fdiv_rn(v, last) : v * last;
+  });
 }
 
 // A span's sum of a row: r of the 16 of its units, which begin at `base`.
@@ -127,7 +135,7 @@ template <bool DIRECT> DEV void rg16_body(const StoredArgs& a) {
     rows_to_shared(smem, base + (size_t)(first >> 4) * group, nullptr, min(2, (a.N - first) >> 4) * group);
     v = rg16_sum<true>(smem + ((row - first) >> 4) * group, x, row & 15, span, G);
   } else v = rg16_sum<false>(base + (size_t)(row >> 4) * G * 144, x, row & 15, span, G);
-  stored_end(a, v);
+  record_end(a, v);
 }
 
 // A span's sum of a row of E4M3 codes and its tiles' scales, which are of global memory.
@@ -175,7 +183,7 @@ template <bool DIRECT> DEV void fp8_body(const StoredArgs& a) {
     rows_to_shared(smem, from, pairs ? from + (size_t)half * a.K : nullptr, rows * a.K);
     v = fp8_sum<true>(smem + (size_t)(pairs ? (at & 1) * rows + (at >> 1) : at) * a.K, scales, x, span, a.K);
   } else v = fp8_sum<false>(codes + (size_t)own * a.K, scales, x, span, a.K);
-  stored_end(a, v);
+  record_end(a, v);
 }
 
 #define STORED(NAME, BODY)                                                                                \
@@ -184,3 +192,80 @@ STORED(stored_rg16, rg16_body<false>)
 STORED(stored_rg16_direct, rg16_body<true>)
 STORED(stored_fp8, fp8_body<false>)
 STORED(stored_fp8_direct, fp8_body<true>)
+
+// Experts in plain rows of one format, planes as those of linears (gemv_core.cuh): N rows an expert, one expert below the other, of
+// gate and up first gate's. `row_scale` (BF16 [E N]), where there is one, and `factor` multiply last; the rest as in StoredArgs.
+struct RowsArgs {
+  const u8 *codes, *high, *scales;
+  const u16* row_scale;
+  const int* ids;
+  const u16* x;
+  u16* y;
+  int code_pitch, high_pitch, scale_pitch, N, K, share, mode;
+  float factor;
+};
+
+// Rows are padded to whole groups with readable words; K is a multiple of 8.
+template <int F> DEV void stored_rows(const RowsArgs& a) {
+  using T = Fmt<F>;
+  // Formats without scales of groups have sums of 32.
+  constexpr int GROUP = T::GROUP ? T::STEP : 32, BYTES = T::STEP_BYTES * GROUP / T::STEP, WORDS = T::LANE_BYTES / 4;
+  pdl_launch();
+  pdl_wait();
+  const int row = min(blockIdx.x * 32 + (threadIdx.x & 31), a.N - 1), span = threadIdx.x >> 5, p = blockIdx.y, G = (a.K + GROUP - 1) / GROUP;
+  const size_t first = (size_t)a.ids[p] * a.N;
+  auto own = [&](int row) { return first + (a.mode & S_PAIRS ? (row & 1) * (a.N >> 1) + (row >> 1) : row); };
+  const size_t at = own(row);
+  const u8 *codes = a.codes + at * a.code_pitch, *high = a.high + at * a.high_pitch;
+  const u16 *scales = (const u16*)(a.scales + at * a.scale_pitch), *x = a.x + (size_t)(p / a.share) * a.K;
+  float v = 0;
+  for (int g = span * G / 8; g < (span + 1) * G / 8; g++) {
+    u32 c[BYTES / 4], h[4] = {};
+#pragma unroll
+    for (int i = 0; i < BYTES / 16; i++) {
+      const uint4 w = __ldg((const uint4*)(codes + (size_t)g * BYTES) + i);
+      c[4 * i] = w.x, c[4 * i + 1] = w.y, c[4 * i + 2] = w.z, c[4 * i + 3] = w.w;
+    }
+    if (F == F_Q5) {
+      const uint2 w = __ldg((const uint2*)high + g);
+      h[0] = w.x, h[1] = w.x >> 16, h[2] = w.y, h[3] = w.y >> 16;
+    }
+    if (F == F_Q6) {
+      const uint4 w = __ldg((const uint4*)high + g);
+      h[0] = w.x, h[1] = w.y, h[2] = w.z, h[3] = w.w;
+    }
+    const float scale = T::GROUP ? h2f(__ldg(scales + g)) : 1.0f;
+    float t = 0;
+#pragma unroll
+    for (int l = 0; l < GROUP / T::LANE_K; l++) {
+      Raw<F> raw;
+      u32 pairs[2 * T::MMAS];
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) raw.w[i] = c[l * WORDS + i];
+      raw.extra = h[l];
+      expand<F>(raw, pairs);
+#pragma unroll
+      for (int j = 0; j < T::LANE_K / 8; j++) {
+        float w[8];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          w[T::PERM ? i : 2 * i] = bf_lo(pairs[4 * j + i]);
+          w[T::PERM ? i + 4 : 2 * i + 1] = bf_hi(pairs[4 * j + i]);
+        }
+        const int k = g * GROUP + l * T::LANE_K + 8 * j;
+        if (k < a.K) t = chain8(w, x + k, t);
+      }
+    }
+    v = fmaf(scale, t, v);
+  }
+  stored_end(v, a.N, a.mode, a.y, [&](float v, int row) { return (a.row_scale ? v * bf2f(a.row_scale[own(row)]) : v) * a.factor; });
+}
+
+#define STORED_ROWS(NAME, F) \
+  extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ RowsArgs a) { stored_rows<F>(a); }
+STORED_ROWS(stored_rows_bf16, F_BF16)
+STORED_ROWS(stored_rows_q8, F_Q8)
+STORED_ROWS(stored_rows_q4, F_Q4)
+STORED_ROWS(stored_rows_q5, F_Q5)
+STORED_ROWS(stored_rows_q6, F_Q6)
+STORED_ROWS(stored_rows_fp8, F_FP8)

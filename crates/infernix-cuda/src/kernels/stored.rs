@@ -1,6 +1,7 @@
-//! Experts whose activations stay at 16 bits, from their records as stored.
+//! Experts whose activations stay at 16 bits, as stored: in records, or in plain rows.
 
-use crate::driver::{Args, Device, Kernel, Stream};
+use super::linear::{Linear, WeightFormat};
+use crate::driver::{Args, Device, DeviceBuffer, Kernel, Stream};
 use crate::error::{CudaError, Result};
 use std::sync::Arc;
 
@@ -38,16 +39,41 @@ pub struct StoredProduct {
     pub pairs: bool,
 }
 
+/// One matrix of all experts, or gate and up together, in plain rows.
+#[derive(Clone, Copy)]
+pub struct RowProduct<'a> {
+    /// `n` rows of each expert, one expert below the other: of gate and up first gate's. A format of [`StoredExperts::ROWS`], K a
+    /// multiple of 8.
+    pub w: &'a Linear,
+    /// I32 `[picks]`.
+    pub ids: u64,
+    /// Rows of an expert.
+    pub n: usize,
+    /// Gate and up: their SwiGLU is the result.
+    pub pairs: bool,
+}
+
 /// The kernels.
 pub struct StoredExperts {
     device: Arc<Device>,
     fetch: Kernel,
     planes: Kernel,
+    rows: Vec<Kernel>,
 }
 
 impl StoredExperts {
     /// Picks whose records are brought to the device at a time.
     pub const PICKS: usize = 32;
+
+    /// Formats of plain rows.
+    pub const ROWS: [WeightFormat; 6] = [
+        WeightFormat::Bf16,
+        WeightFormat::Q8G32,
+        WeightFormat::Q4G64,
+        WeightFormat::Q5G64,
+        WeightFormat::Q6G64,
+        WeightFormat::Fp8Row,
+    ];
 
     /// Looks the kernels up.
     pub fn new(dev: &Arc<Device>) -> Result<Self> {
@@ -55,6 +81,10 @@ impl StoredExperts {
             device: dev.clone(),
             fetch: dev.kernel("expert_fetch", 0)?,
             planes: dev.kernel("expert_planes", 0)?,
+            rows: Self::ROWS
+                .iter()
+                .map(|f| dev.kernel(&format!("stored_rows_{}", f.tag()), 0))
+                .collect::<Result<_>>()?,
         })
     }
 
@@ -157,5 +187,45 @@ impl StoredExperts {
         let (codes, scales) = (p.codes as u64, p.scales as u64);
         let words = [p.at, p.away, p.ids, p.last, x, y, codes, scales, pair(p.n, p.k), pair(share, mode)];
         s.launch(&kernel, [p.n.div_ceil(32) as u32, picks as u32, 1], 256, pdl, &Args::new().block(&words))
+    }
+
+    /// As [`StoredExperts::product`] of experts in plain rows.
+    #[expect(clippy::too_many_arguments, reason = "a product, its input and output")]
+    pub fn rows(
+        &self,
+        s: &Stream,
+        p: &RowProduct<'_>,
+        picks: usize,
+        x: u64,
+        share: usize,
+        y: u64,
+        pdl: bool,
+    ) -> Result<()> {
+        let w = p.w;
+        let kernel = Self::ROWS.iter().zip(&self.rows).find(|(f, _)| **f == w.format).map(|(_, k)| k);
+        let fits = w.k.is_multiple_of(8) && w.k <= w.k_pad && w.k_pad.is_multiple_of(w.format.step());
+        let whole = p.n > 0 && w.n.is_multiple_of(p.n) && (!p.pairs || p.n.is_multiple_of(2)) && !w.divide;
+        let sizes = [w.n, 2 * w.k_pad, picks, share].iter().all(|v| i32::try_from(*v).is_ok());
+        let (Some(kernel), true) = (kernel, fits && whole && sizes && picks <= 65_535 && share > 0) else {
+            let what = format!("{:?}: {} of {} rows x {}, {picks} picks", w.format, p.n, w.n, w.k);
+            return Err(CudaError::Shape { kernel: "stored_rows", what });
+        };
+        let (codes, high, scales) = w.format.row_bytes(w.k_pad);
+        let pair = |a: usize, b: usize| a as u64 | (b as u64) << 32;
+        let ptr = |b: &Option<DeviceBuffer>| b.as_ref().map_or(0, DeviceBuffer::ptr);
+        let words = [
+            w.codes.ptr(),
+            ptr(&w.high),
+            ptr(&w.scales),
+            ptr(&w.row_scale),
+            p.ids,
+            x,
+            y,
+            pair(codes, high),
+            pair(scales, p.n),
+            pair(w.k, share),
+            pair(usize::from(p.pairs), w.tensor_scale.to_bits() as usize),
+        ];
+        s.launch(kernel, [p.n.div_ceil(32) as u32, picks as u32, 1], 256, pdl, &Args::new().block(&words))
     }
 }

@@ -159,47 +159,53 @@ impl Words {
         self.row_scale.get(r).map_or(t, |s| f64::from(bf16(*s)))
     }
 
-    /// Exact values of row `r`, `k_pad` of them (a division by a divisor is rounded to f64).
-    pub fn row(&self, r: usize) -> Vec<f64> {
+    /// Exact codes of row `r`, `k_pad` of them, the scale of each `group` of them (1 where there are none), and `group`.
+    pub fn exact(&self, r: usize) -> (Vec<f32>, Vec<f32>, usize) {
+        use WeightFormat as F;
         let (cb, hb, sb) = self.format.row_bytes(self.k_pad);
         let codes = &self.codes[r * cb..(r + 1) * cb];
         let high = &self.high[r * hb..(r + 1) * hb];
-        let scales = if self.format == WeightFormat::Fp8Block {
+        let scales = if self.format == F::Fp8Block {
             let p = self.format.scale_pitch(self.k_pad);
             &self.scales[r / 128 * p..(r / 128 + 1) * p]
         } else {
             &self.scales[r * sb..(r + 1) * sb]
         };
-        let scale16 = |g: usize| f64::from(f16(u16::from_le_bytes([scales[2 * g], scales[2 * g + 1]])));
         let nibble = |i: usize| codes[i / 2] >> (i % 2 * 4) & 15;
-        let t = f64::from(self.tensor_scale);
+        let code = |i: usize| match self.format {
+            F::Bf16 => bf16(u16::from_le_bytes([codes[2 * i], codes[2 * i + 1]])),
+            F::Q8G32 => f32::from(codes[i] as i8),
+            F::Q4G64 => f32::from((nibble(i) << 4) as i8 >> 4),
+            F::Q5G64 => f32::from(((nibble(i) | (high[i / 8] >> (i % 8) & 1) << 4) << 3) as i8 >> 3),
+            F::Q6G64 => f32::from(((nibble(i) | (high[i / 4] >> (i % 4 * 2) & 3) << 4) << 2) as i8 >> 2),
+            F::Nvfp4 => e2m1(nibble(i)),
+            F::Fp8Row | F::Fp8Block | F::Mxfp8 => e4m3(codes[i]),
+        };
+        let group = match self.format {
+            F::Bf16 | F::Fp8Row | F::Q8G32 | F::Mxfp8 => 32,
+            F::Q4G64 | F::Q5G64 | F::Q6G64 => 64,
+            F::Nvfp4 => 16,
+            F::Fp8Block => 128,
+        };
+        let scale = |g: usize| match self.format {
+            F::Bf16 | F::Fp8Row => 1.0,
+            F::Q8G32 | F::Q4G64 | F::Q5G64 | F::Q6G64 => {
+                f16(u16::from_le_bytes([scales[2 * g], scales[2 * g + 1]]))
+            }
+            F::Nvfp4 => e4m3(scales[g]),
+            F::Fp8Block => f32::from_le_bytes(std::array::from_fn(|i| scales[4 * g + i])),
+            F::Mxfp8 => (f64::from(scales[g]) - 127.0).exp2() as f32,
+        };
+        ((0..self.k_pad).map(code).collect(), (0..self.k_pad.div_ceil(group)).map(scale).collect(), group)
+    }
+
+    /// Exact values of row `r`, `k_pad` of them (a division by a divisor is rounded to f64).
+    pub fn row(&self, r: usize) -> Vec<f64> {
+        let (codes, scales, group) = self.exact(r);
+        let value = |i: usize| f64::from(codes[i]) * f64::from(scales[i / group]);
         (0..self.k_pad)
-            .map(|i| match self.format {
-                WeightFormat::Bf16 => f64::from(bf16(u16::from_le_bytes([codes[2 * i], codes[2 * i + 1]]))),
-                WeightFormat::Q8G32 => f64::from(codes[i] as i8) * scale16(i / 32),
-                WeightFormat::Q4G64 => f64::from((nibble(i) << 4) as i8 >> 4) * scale16(i / 64),
-                WeightFormat::Q5G64 => {
-                    let v = nibble(i) | (high[i / 8] >> (i % 8) & 1) << 4;
-                    f64::from((v << 3) as i8 >> 3) * scale16(i / 64)
-                }
-                WeightFormat::Q6G64 => {
-                    let v = nibble(i) | (high[i / 4] >> (i % 4 * 2) & 3) << 4;
-                    f64::from((v << 2) as i8 >> 2) * scale16(i / 64)
-                }
-                WeightFormat::Nvfp4 => {
-                    let v = f64::from(e2m1(nibble(i))) * f64::from(e4m3(scales[i / 16]));
-                    if self.divide { v / t } else { v * t }
-                }
-                WeightFormat::Fp8Row => {
-                    f64::from(e4m3(codes[i])) * self.row_scale.get(r).map_or(t, |s| f64::from(bf16(*s)))
-                }
-                WeightFormat::Fp8Block => {
-                    let s = &scales[i / 128 * 4..][..4];
-                    f64::from(e4m3(codes[i])) * f64::from(f32::from_le_bytes([s[0], s[1], s[2], s[3]]))
-                }
-                WeightFormat::Mxfp8 => {
-                    f64::from(e4m3(codes[i])) * f64::from(i32::from(scales[i / 32]) - 127).exp2()
-                }
+            .map(|i| {
+                if self.divide { value(i) / f64::from(self.tensor_scale) } else { value(i) * self.factor(r) }
             })
             .collect()
     }

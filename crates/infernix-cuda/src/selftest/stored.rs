@@ -1,11 +1,13 @@
-//! Experts from their records as stored: whole experts in the canonical order of sums, records that are
+//! Experts as stored, in records and in plain rows: whole experts in the canonical order of sums, records that are
 //! brought to the device, addresses of planes. Equal bits throughout.
 
 use super::{Run, unequal};
 use crate::driver::DeviceBuffer;
 use crate::error::{CudaError, Result};
-use crate::kernels::stored::{StoredExperts, StoredForm, StoredProduct};
+use crate::kernels::linear::{Linear, WeightFormat};
+use crate::kernels::stored::{RowProduct, StoredExperts, StoredForm, StoredProduct};
 use crate::oracle::num::{Rng, bf16, e2m1, e4m3, f32_to_bf16, parallel, rbf};
+use crate::oracle::words::Words;
 use crate::oracle::{chain, w4a4};
 use infernix_formats::Layout;
 use infernix_formats::expert_bank::{BankShape, BlockFp8Planes, Nvfp4Planes, pack_fp8, pack_nvfp4};
@@ -217,6 +219,7 @@ impl Picks {
 
 pub(super) fn run(run: &mut Run) -> Result<()> {
     products(run)?;
+    rows(run)?;
     fetch(run)?;
     planes(run)?;
     refused(run)
@@ -250,6 +253,82 @@ fn products(run: &mut Run) -> Result<()> {
                 picks.launch(run, &op, &bank, (at.ptr(), 0), false)?;
                 run.stream.synchronize()?;
                 picks.check(run, &bank, &format!("{share} a row, divisor {divide}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Experts in plain rows.
+struct RowBank {
+    gate_up: Words,
+    down: Words,
+    hidden: usize,
+    intermediate: usize,
+}
+
+impl RowBank {
+    /// `formats` of gate with up, and of down.
+    fn random(rng: &mut Rng, formats: [WeightFormat; 2], [e, h, i]: [usize; 3]) -> Self {
+        // Rows of integers are stored in whole 128 k, others in steps of their kernels.
+        let mut words = |f: WeightFormat, n, k| {
+            let whole = matches!(f, WeightFormat::Bf16 | WeightFormat::Fp8Row);
+            Words::random(rng, f, n, k, if whole { f.step() } else { 128 })
+        };
+        let gate_up = words(formats[0], e * 2 * i, h);
+        RowBank { gate_up, down: words(formats[1], e * h, i), hidden: h, intermediate: i }
+    }
+
+    /// `silu(gate) up` of an expert for one row, and what down makes of it.
+    fn expert(&self, e: usize, x: &[u16]) -> (Vec<u16>, Vec<u16>) {
+        let (h, i) = (self.hidden, self.intermediate);
+        let values = |v: &[u16]| v.iter().map(|w| bf16(*w)).collect::<Vec<f32>>();
+        let product = |w: &Words, row: usize, x: &[f32]| {
+            let (codes, scales, group) = w.exact(row);
+            chain::sum(&codes[..x.len()], &scales, x, group) * w.factor(row) as f32
+        };
+        let x = values(x);
+        let gate_up = |r: usize| rbf(product(&self.gate_up, 2 * i * e + r, &x));
+        let mid: Vec<u16> = (0..i).map(|r| w4a4::swiglu(gate_up(r), gate_up(i + r))).collect();
+        let v = values(&mid);
+        let y = (0..h).map(|r| f32_to_bf16(product(&self.down, h * e + r, &v))).collect();
+        (mid, y)
+    }
+}
+
+/// Every format of plain rows, and two formats in one expert.
+fn rows(run: &mut Run) -> Result<()> {
+    let (dev, op) = (run.dev.clone(), StoredExperts::new(&run.dev)?);
+    let alike = StoredExperts::ROWS.map(|f| [f, f]);
+    let mixed = [[WeightFormat::Q4G64, WeightFormat::Q5G64], [WeightFormat::Q4G64, WeightFormat::Q6G64]];
+    // Groups and spans of unequal length, rows that end within a group and within a block of 32 rows.
+    let shapes =
+        [([5usize, 256usize, 64usize], 3usize, 4usize), ([4, 200, 72], 2, 3), ([3, 1096, 520], 1, 3)];
+    for formats in alike.into_iter().chain(mixed) {
+        for ([e, h, i], n, top) in shapes {
+            let bank = RowBank::random(&mut run.rng, formats, [e, h, i]);
+            let (gate_up, down) = (bank.gate_up.upload(&dev)?, bank.down.upload(&dev)?);
+            for share in [top, 1] {
+                let picks = n * top;
+                let ids: Vec<i32> = (0..picks).map(|_| run.rng.below(e) as i32).collect();
+                let mut x = run.rng.bf16(picks.div_ceil(share) * h, 1.0);
+                x[..16].copy_from_slice(&[0, 0x8000].repeat(8));
+                let (device_ids, device_x) = (dev.upload(&ids)?, dev.upload(&x)?);
+                let (mid, y) = (dev.alloc(2 * (picks * i + GUARD))?, dev.alloc(2 * (picks * h + GUARD))?);
+                let first = RowProduct { w: &gate_up, ids: device_ids.ptr(), n: 2 * i, pairs: true };
+                let second = RowProduct { w: &down, n: h, pairs: false, ..first };
+                op.rows(&run.stream, &first, picks, device_x.ptr(), share, mid.ptr(), false)?;
+                op.rows(&run.stream, &second, picks, mid.ptr(), 1, y.ptr(), true)?;
+                run.stream.synchronize()?;
+                let all = parallel(picks, |p| bank.expert(ids[p] as usize, &x[p / share * h..][..h]));
+                let (want_mid, want): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+                let guarded = |rows: Vec<Vec<u16>>| [rows.concat(), vec![0xFFFF; GUARD]].concat();
+                let [up_tag, down_tag] = formats.map(WeightFormat::tag);
+                let shape = format!("{h}/{i}, {picks} picks, {share} a row");
+                let bad = unequal(&mid.read(0, picks * i + GUARD)?, &guarded(want_mid));
+                run.check("stored_rows", format!("{up_tag} {shape}: gate and up"), bad, true);
+                let bad = unequal(&y.read(0, picks * h + GUARD)?, &guarded(want));
+                run.check("stored_rows", format!("{down_tag} {shape}: down"), bad, true);
             }
         }
     }
@@ -388,8 +467,26 @@ fn refused(run: &mut Run) -> Result<()> {
         ("records larger than their places", fetch(1, 4097, 4096)),
         ("places of 4100 bytes", fetch(1, 4096, 4100)),
     ];
+    let matrix = |format, n: usize, k: usize, divide| -> Result<Linear> {
+        let codes = run.dev.alloc(16)?;
+        let (high, scales, row_scale) = (None, None, None);
+        Ok(Linear { format, n, k, k_pad: 128, codes, high, scales, row_scale, tensor_scale: 1.0, divide })
+    };
+    let rows = |w: Result<Linear>, n, pairs| -> Result<bool> {
+        Ok(op.rows(&run.stream, &RowProduct { w: &w?, ids: 0, n, pairs }, 1, 0, 1, 0, false).is_ok())
+    };
+    use WeightFormat::{Bf16, Mxfp8, Q4G64};
+    let plain = [
+        ("rows of a format without a kernel", rows(matrix(Mxfp8, 64, 64, false), 32, false)?),
+        ("rows of 60", rows(matrix(Q4G64, 64, 60, false), 32, false)?),
+        ("rows of 136 in 128", rows(matrix(Q4G64, 64, 136, false), 32, false)?),
+        ("64 rows, 48 an expert", rows(matrix(Bf16, 64, 64, false), 48, false)?),
+        ("no row an expert", rows(matrix(Bf16, 64, 64, false), 0, false)?),
+        ("gate and up of 33 rows", rows(matrix(Bf16, 66, 64, false), 33, true)?),
+        ("rows and a divisor", rows(matrix(Bf16, 64, 64, true), 32, false)?),
+    ];
     let launched = run.stream.release().len();
-    for (what, taken) in taken {
+    for (what, taken) in taken.into_iter().chain(plain) {
         run.check("stored", format!("refused: {what}"), f64::from(u8::from(taken)), true);
     }
     run.check("stored", "refused: nothing was launched".into(), launched as f64, true);
@@ -452,6 +549,24 @@ mod tests {
                 distinct.sort_unstable();
                 distinct.dedup();
                 assert!(distinct.len() > v.len() / 2, "{} of {}", distinct.len(), v.len());
+            }
+        }
+    }
+
+    /// The same of experts in plain rows of every format.
+    #[test]
+    fn random_rows_give_numbers_of_many_values() {
+        let mut rng = Rng::new(5);
+        for format in StoredExperts::ROWS {
+            let bank = RowBank::random(&mut rng, [format; 2], [2, 200, 72]);
+            let x = rng.bf16(200, 1.0);
+            let (mid, y) = bank.expert(1, &x);
+            for v in [mid, y] {
+                assert!(v.iter().all(|w| bf16(*w).is_finite()));
+                let mut distinct = v.clone();
+                distinct.sort_unstable();
+                distinct.dedup();
+                assert!(distinct.len() > v.len() / 2, "{format:?}: {} of {}", distinct.len(), v.len());
             }
         }
     }

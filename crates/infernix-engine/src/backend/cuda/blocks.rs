@@ -4,6 +4,7 @@ use super::context::{Cuda, CudaRouting, CudaSelection};
 use super::experts::{CudaExperts, Form, Store, Stored};
 use super::fused::Pending;
 use super::ggml::SlabExperts;
+use super::rows::RowBank;
 use super::state::INDEX_DIM;
 use super::tiers::Records;
 use super::vram::{CudaBuf, Lease, fault};
@@ -33,7 +34,8 @@ const CHUNK_ROWS: usize = 64;
 
 /// How the tile products find a layer's experts.
 struct ExpertTiles {
-    format: TileFormat,
+    /// Of gate with up, and of down.
+    formats: [TileFormat; 2],
     gate_up: ExpertPlanes,
     down: ExpertPlanes,
     /// Input scales of the exact arithmetic, and whether they divide.
@@ -683,10 +685,12 @@ impl Cuda {
             let n = step.min(x.rows - first);
             let mut sorted = None;
             let out = match (&store.store, &tiles, bank) {
-                (_, Some(tiles), Some(bank)) => {
+                (_, Some(tiles), _) => {
                     let (out, slot, base) = self.tiled_experts(x, routing, store, tiles, first, n)?;
                     sorted = Some(slot);
-                    self.log_sorted(bank, base.ptr(), store.experts)?;
+                    if let Some(bank) = bank {
+                        self.log_sorted(bank, base.ptr(), store.experts)?;
+                    }
                     out
                 }
                 (Store::Exact { alpha, input, divisor, .. }, ..) => {
@@ -703,6 +707,11 @@ impl Cuda {
                     let ids = routing.ids.ptr + (4 * first * routing.top) as u64;
                     let from = Cuda::act(x)? + (2 * first * store.hidden) as u64;
                     self.block_experts(store, banks, ids, from, n, routing.top)?
+                }
+                (Store::Rows(banks), ..) => {
+                    let ids = routing.ids.ptr + (4 * first * routing.top) as u64;
+                    let from = Cuda::act(x)? + (2 * first * store.hidden) as u64;
+                    self.row_experts(store, banks, ids, from, n, routing.top)?
                 }
                 (Store::Chain { gate_up, down }, ..) => {
                     let (gate_up, down) = (gate_up.view(), down.view());
@@ -911,7 +920,8 @@ impl Cuda {
         let records_of = |factor, quantise| {
             let (gate_up, down) =
                 (planes(records.whole, false, 0, factor), planes(records.down, true, 0, factor));
-            ExpertTiles { format: TileFormat::Rg16, gate_up, down, quantise, _tables: None, slabs: None }
+            let formats = [TileFormat::Rg16; 2];
+            ExpertTiles { formats, gate_up, down, quantise, _tables: None, slabs: None }
         };
         Ok(match &store.store {
             Store::Exact { alpha, input, divisor, .. } => {
@@ -933,7 +943,7 @@ impl Cuda {
                     let gate_up = planes(tables[0].ptr(), false, i, (0, false));
                     let down = planes(tables[1].ptr(), true, 0, (0, false));
                     Some(ExpertTiles {
-                        format,
+                        formats: [format; 2],
                         gate_up,
                         down,
                         quantise: None,
@@ -943,10 +953,18 @@ impl Cuda {
                 }
                 (_, None) => store.in_slabs(records.whole, rows, top).map(|slabs| {
                     let (gate_up, down) = (planes(0, false, i, (0, false)), planes(0, true, 0, (0, false)));
-                    let (format, slabs) = (TileFormat::Parts, Some(slabs));
-                    ExpertTiles { format, gate_up, down, quantise: None, _tables: None, slabs }
+                    let (formats, slabs) = ([TileFormat::Parts; 2], Some(slabs));
+                    ExpertTiles { formats, gate_up, down, quantise: None, _tables: None, slabs }
                 }),
             },
+            Store::Rows(banks) => RowBank::tiles(banks).map(|(formats, [gate_up, down])| ExpertTiles {
+                formats,
+                gate_up,
+                down,
+                quantise: None,
+                _tables: None,
+                slabs: None,
+            }),
             Store::Blocks(_) | Store::Chain { .. } => None,
         })
     }
@@ -988,18 +1006,18 @@ impl Cuda {
         let quantise = |down| tiles.quantise.map(|(input, divisor)| Quantise { input, divisor, down });
         let mid = self.fresh(picks, i, false)?;
         let packed = lease(self, Tile::packed_bytes(places, h))?;
-        let (s, tile) = (&self.stream, self.plans.tile(tiles.format).map_err(fault)?);
+        let ([first, second], shape) = (tiles.formats, (top, jobs));
+        let (s, tile) = (&self.stream, self.plans.tile(first).map_err(fault)?);
         tile.pack_sorted(s, from, h, h, sorted, top, jobs, quantise(false), packed.ptr(), true)
             .map_err(fault)?;
-        let (format, shape) = (tiles.format, (top, jobs));
-        self.expert_product(format, tiles.slabs, &tiles.gate_up, sorted, shape, packed.ptr(), mid.ptr)?;
+        self.expert_product(first, tiles.slabs, &tiles.gate_up, sorted, shape, packed.ptr(), mid.ptr)?;
         drop(packed);
         let out = self.fresh(picks, h, false)?;
         let packed = self.arena.lease(Tile::packed_bytes(places, i))?;
-        let (s, tile) = (&self.stream, self.plans.tile(tiles.format).map_err(fault)?);
+        let (s, tile) = (&self.stream, self.plans.tile(second).map_err(fault)?);
         tile.pack_sorted(s, mid.ptr, i, i, sorted, 0, jobs, quantise(true), packed.ptr(), true)
             .map_err(fault)?;
-        self.expert_product(format, tiles.slabs, &tiles.down, sorted, shape, packed.ptr(), out.ptr)?;
+        self.expert_product(second, tiles.slabs, &tiles.down, sorted, shape, packed.ptr(), out.ptr)?;
         self.chained = true;
         Ok((out, slot, base))
     }

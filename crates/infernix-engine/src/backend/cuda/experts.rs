@@ -1,6 +1,8 @@
-//! Routed experts of a layer: records as stored, by the exact W4A4 arithmetic or with 16-bit activations, or matrices of exact codes.
+//! Routed experts of a layer: records as stored, by the exact W4A4 arithmetic or with 16-bit activations, rows or blocks as stored, or
+//! matrices of exact codes.
 
 use super::ggml::BlockBank;
+use super::rows::RowBank;
 use super::tiers::{RecordShape, Tiers};
 use super::vram::{Vram, fault};
 use super::workers::Matrices;
@@ -35,6 +37,8 @@ pub(super) enum Store {
     Stored(Stored),
     /// Gate, up and down in blocks of a GGUF file, resident.
     Blocks(Box<[BlockBank; 3]>),
+    /// Gate with up, and down, in rows of a format with a kernel, resident.
+    Rows(Box<[RowBank; 2]>),
     /// Everything else, resident.
     Chain { gate_up: Matrix, down: Matrix },
 }
@@ -153,7 +157,7 @@ impl CudaExperts {
         match &self.store {
             Store::Exact { bank, .. } => Some(*bank),
             Store::Stored(s) => Some(s.bank),
-            Store::Blocks(_) | Store::Chain { .. } => None,
+            Store::Blocks(_) | Store::Rows(_) | Store::Chain { .. } => None,
         }
     }
 
@@ -178,6 +182,9 @@ impl CudaExperts {
         }
         if let Some(banks) = BlockBank::of_experts(vram, &host, spec)? {
             return Ok(CudaExperts { experts, hidden, intermediate, store: Store::Blocks(Box::new(banks)) });
+        }
+        if let Some(banks) = RowBank::of_experts(vram, spec, &data)? {
+            return Ok(CudaExperts { experts, hidden, intermediate, store: Store::Rows(Box::new(banks)) });
         }
         let store = match (&data, spec.activation, &spec.input_scales) {
             (ExpertData::Bank(part), Activation::A4, Some(input)) => {

@@ -18,6 +18,7 @@ mod plan;
 mod plans;
 mod profile;
 mod round;
+mod rows;
 mod state;
 mod tiers;
 mod vram;

@@ -215,6 +215,13 @@ fn kind(format: Format, layout: Layout) -> Option<WeightFormat> {
     })
 }
 
+/// What all parts of a weight are stored in, if that is one format the kernels read in planes of rows.
+pub(super) fn row_format(data: &WeightData) -> Option<WeightFormat> {
+    let first = data.parts.first()?;
+    let alike = data.parts.iter().all(|p| (p.format, p.layout) == (first.format, first.layout));
+    kind(first.format, first.layout).filter(|_| alike)
+}
+
 /// Copies rows of `from` bytes into rows of `to` bytes, zeros after them.
 fn widen(src: &[u8], from: usize, to: usize) -> Vec<u8> {
     if from == to || from == 0 {
