@@ -60,9 +60,8 @@ struct StoredArgs {
   int N, K, share, mode;
 };
 
-// x of 8 k, their products with 8 exact values added in rising k.
-DEV float chain8(const float (&w)[8], const u16* x, float t) {
-  const uint4 v = __ldg((const uint4*)x);
+// The products of x of 8 k with 8 exact values, added in rising k.
+DEV float chain8(const float (&w)[8], uint4 v, float t) {
   const u32 p[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) t = fmaf(w[2 * i + 1], bf_hi(p[i]), fmaf(w[2 * i], bf_lo(p[i]), t));
@@ -113,7 +112,7 @@ template <bool SHARED> DEV float rg16_sum(const u8* base, const u16* x, int r, i
 #pragma unroll
         for (int i = 0; i < 4; i++) w[4 * j + i] = h2f((c >> (8 * i) & 7) << 9 | (c >> (8 * i) & 8) << 12) * 16384.0f;
       }
-      t = chain8(w, x + 16 * b + 8 * h, t);
+      t = chain8(w, __ldg((const uint4*)(x + 16 * b + 8 * h)), t);
     }
     v = fmaf(e4m3_m8(stored_at<SHARED, u8>(unit + 128 + r)) * 256.0f, t, v);
   }
@@ -155,7 +154,7 @@ template <bool SHARED> DEV float fp8_sum(const u8* codes, const float* scales, c
           const u32 b = c[2 * h + (i >> 2)] >> (8 * (i & 3)) & 255;
           w[i] = h2f((b & 127) << 7 | (b & 128) << 8) * 256.0f;
         }
-        t = chain8(w, x + k + 8 * h, t);
+        t = chain8(w, __ldg((const uint4*)(x + k + 8 * h)), t);
       }
     }
     v = fmaf(__ldg(scales + g), t, v);
@@ -253,7 +252,7 @@ template <int F> DEV void stored_rows(const RowsArgs& a) {
           w[T::PERM ? i + 4 : 2 * i + 1] = bf_hi(pairs[4 * j + i]);
         }
         const int k = g * GROUP + l * T::LANE_K + 8 * j;
-        if (k < a.K) t = chain8(w, x + k, t);
+        t = chain8(w, k < a.K ? __ldg((const uint4*)(x + k)) : make_uint4(0, 0, 0, 0), t);
       }
     }
     v = fmaf(scale, t, v);
