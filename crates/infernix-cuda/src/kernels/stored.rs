@@ -90,11 +90,11 @@ impl StoredExperts {
 
     /// Whether products of `k` columns can read records of the host themselves: 32 rows go to shared memory.
     pub fn reads(&self, form: StoredForm, k: usize) -> bool {
-        Self::rows(form, k) <= self.device.info().shared_per_block - 2048
+        Self::slice(form, k) <= self.device.info().shared_per_block - 2048
     }
 
     /// Bytes of 32 rows.
-    fn rows(form: StoredForm, k: usize) -> usize {
+    fn slice(form: StoredForm, k: usize) -> usize {
         match form {
             StoredForm::Rg16 => 2 * (k / 16) * 144,
             StoredForm::Fp8Block => 32 * k,
@@ -181,7 +181,7 @@ impl StoredExperts {
             (StoredForm::Fp8Block, false) => "stored_fp8",
             (StoredForm::Fp8Block, true) => "stored_fp8_direct",
         };
-        let kernel = self.device.kernel(name, if direct { Self::rows(form, p.k) } else { 0 })?;
+        let kernel = self.device.kernel(name, if direct { Self::slice(form, p.k) } else { 0 })?;
         let mode = usize::from(p.pairs) | usize::from(p.divide) << 1;
         let pair = |a: usize, b: usize| a as u64 | (b as u64) << 32;
         let (codes, scales) = (p.codes as u64, p.scales as u64);

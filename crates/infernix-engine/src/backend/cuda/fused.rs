@@ -388,7 +388,7 @@ impl Cuda {
                 });
                 out.map(|out| (routing, out))
             }
-            Store::Blocks(_) | Store::Chain { .. } => None,
+            Store::Rows(_) | Store::Blocks(_) | Store::Chain { .. } => None,
         };
         let Some((routing, out)) = made else { return failed() };
         self.mark(at.op(Op::MlpDown));
