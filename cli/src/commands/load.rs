@@ -289,6 +289,11 @@ pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
         done?;
         return Ok(Outcome::Done);
     }
+    if !context::counts_cached(&rows) {
+        output::warn(
+            "the server counts no cached tokens: whether a prompt came from its cache is not known; compare the first tokens",
+        );
+    }
     // What was measured before a failure is printed all the same.
     if args.json.json {
         let mut doc = context::to_json(&endpoint, &rows, args.seed);

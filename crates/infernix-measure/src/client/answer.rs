@@ -20,10 +20,11 @@ pub struct Usage {
     pub prompt: u64,
     /// Tokens answered, reasoning included.
     pub completion: u64,
-    /// Prompt tokens that came from a cache.
-    pub cached: u64,
-    /// Tokens of reasoning.
-    pub reasoning: u64,
+    /// Prompt tokens that came from a cache, where the server says so. vLLM leaves a count of none out, most leave out what
+    /// they do not count: absent means none if another answer of the same server has it.
+    pub cached: Option<u64>,
+    /// Tokens of reasoning, in the same way.
+    pub reasoning: Option<u64>,
 }
 
 /// A streamed answer, put together.
@@ -207,14 +208,14 @@ fn counts(usage: &Value) -> Result<Usage, String> {
     let u = Usage {
         prompt: n("/prompt_tokens").ok_or("usage without prompt_tokens")?,
         completion: n("/completion_tokens").unwrap_or(0),
-        cached: n("/prompt_tokens_details/cached_tokens").unwrap_or(0),
-        reasoning: n("/completion_tokens_details/reasoning_tokens").unwrap_or(0),
+        cached: n("/prompt_tokens_details/cached_tokens"),
+        reasoning: n("/completion_tokens_details/reasoning_tokens"),
     };
-    if u.cached > u.prompt {
-        return Err(format!("usage: {} cached of {} prompt tokens", u.cached, u.prompt));
+    if let Some(cached) = u.cached.filter(|n| *n > u.prompt) {
+        return Err(format!("usage: {cached} cached of {} prompt tokens", u.prompt));
     }
-    if u.reasoning > u.completion {
-        return Err(format!("usage: {} reasoning of {} completion tokens", u.reasoning, u.completion));
+    if let Some(reasoning) = u.reasoning.filter(|n| *n > u.completion) {
+        return Err(format!("usage: {reasoning} reasoning of {} completion tokens", u.completion));
     }
     if let Some(total) = n("/total_tokens")
         && total != u.prompt + u.completion
@@ -269,7 +270,10 @@ mod tests {
         .unwrap();
         assert_eq!((answer.content.as_str(), answer.reasoning.as_str()), ("Hello", "hm"));
         assert_eq!(answer.tool_calls[0].arguments, "{\"a\":1}");
-        assert_eq!(answer.usage.unwrap().cached, 8);
+        assert_eq!(
+            answer.usage.unwrap(),
+            Usage { prompt: 9, completion: 4, cached: Some(8), reasoning: None }
+        );
         assert_eq!((answer.accepted(), answer.drafted()), (Some(3), Some(6)));
         assert_eq!(answer.message()["tool_calls"][0]["function"]["name"], "read");
     }

@@ -24,8 +24,8 @@ pub struct ContextRow {
     pub length: usize,
     /// Length as the server counts it.
     pub prompt_tokens: u64,
-    /// Prompt tokens that came from a cache.
-    pub cached_tokens: u64,
+    /// Prompt tokens that came from a cache, where the server says so.
+    pub cached_tokens: Option<u64>,
     /// Send to first piece, seconds; `None` where nothing was answered.
     pub ttft: Option<f64>,
     /// Tokens answered.
@@ -38,6 +38,12 @@ pub struct ContextRow {
     pub accepted: Option<u64>,
     /// Why it does not count.
     pub error: Option<String>,
+}
+
+/// Whether the server says how much of a prompt came from its cache. Where it does not, a prompt that was cached shows as a
+/// fast one.
+pub fn counts_cached(rows: &[ContextRow]) -> bool {
+    rows.iter().any(|r| r.cached_tokens.is_some())
 }
 
 /// Whether the server counts drafts.
@@ -110,10 +116,11 @@ pub fn run(
                 )));
             }
             let usage = x.answer.usage.unwrap_or_default();
-            if from_cache(usage.prompt, usage.cached, calibration.overhead) {
+            if let Some(cached) = usage.cached.filter(|n| from_cache(usage.prompt, *n, calibration.overhead))
+            {
                 return Err(MeasureError::Server(format!(
-                    "{} of {} prompt tokens came from the server's cache; change --seed or restart the server",
-                    usage.cached, usage.prompt
+                    "{cached} of {} prompt tokens came from the server's cache; change --seed or restart the server",
+                    usage.prompt
                 )));
             }
             let error = if x.answer.usage.is_none() {
@@ -207,7 +214,7 @@ mod tests {
         ContextRow {
             length: 100,
             prompt_tokens: 120,
-            cached_tokens: 0,
+            cached_tokens: None,
             ttft,
             output_tokens: counted,
             decode,
@@ -231,6 +238,14 @@ mod tests {
         assert_eq!(json["error"], "no text");
         let none = to_markdown(&holes[3..]);
         assert!(none.contains("| 100 | 0 of 1 | - | - | - | - | - |"), "{none}");
+    }
+
+    #[test]
+    fn a_server_that_counts_no_cached_tokens_is_not_said_to_cache_none() {
+        let mut rows = [row(Some(2.0), Some(1.0), None), row(Some(2.0), Some(1.0), None)];
+        assert!(!counts_cached(&rows) && rows[0].to_json(false)["cached_tokens"].is_null());
+        rows[1].cached_tokens = Some(0);
+        assert!(counts_cached(&rows) && rows[1].to_json(false)["cached_tokens"] == 0);
     }
 
     #[test]

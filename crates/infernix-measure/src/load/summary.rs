@@ -43,13 +43,9 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of these values; zeros for none.
+    /// Of these values; NaN for none.
     pub fn of(values: impl IntoIterator<Item = f64>, percentiles: &[f64]) -> Self {
         let v = sorted(values);
-        if v.is_empty() {
-            let percentiles = percentiles.iter().map(|p| (*p, 0.0)).collect();
-            return Self { mean: 0.0, median: 0.0, std: 0.0, percentiles };
-        }
         let n = v.len() as f64;
         let mean = v.iter().sum::<f64>() / n;
         let std = (v.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n).sqrt();
@@ -58,6 +54,7 @@ impl Spread {
     }
 
     fn insert(&self, name: &str, out: &mut Map<String, Value>) {
+        // JSON has no NaN: what nothing was measured of is null, where vLLM has 0, which would be the best of all values.
         out.insert(format!("mean_{name}_ms"), json!(self.mean));
         out.insert(format!("median_{name}_ms"), json!(self.median));
         out.insert(format!("std_{name}_ms"), json!(self.std));
@@ -78,8 +75,8 @@ pub struct Summary {
     pub duration: f64,
     /// Prompt tokens, as the server counts them.
     pub input_tokens: u64,
-    /// Prompt tokens that came from its cache.
-    pub cached_tokens: u64,
+    /// Prompt tokens that came from its cache; `None` of a server that counted none.
+    pub cached_tokens: Option<u64>,
     /// Tokens answered.
     pub output_tokens: u64,
     /// Requests that kept every goal, if there are goals.
@@ -143,7 +140,7 @@ impl Summary {
             failures,
             duration,
             input_tokens: sum(&|x| usage(x).prompt),
-            cached_tokens: sum(&|x| usage(x).cached),
+            cached_tokens: done.iter().filter_map(|x| usage(x).cached).reduce(|a, b| a + b),
             output_tokens: sum(&Exchange::output_tokens),
             good: (!goals.is_empty()).then(|| done.iter().filter(keeps).count()),
             peak_tokens: first.map_or(0.0, |t| peak_tokens(&done, t)),
@@ -203,7 +200,7 @@ impl Summary {
         line("Failed requests:", self.failed().to_string());
         line("Benchmark duration (s):", format!("{:.2}", self.duration));
         line("Total input tokens:", self.input_tokens.to_string());
-        line("Total input tokens from cache:", self.cached_tokens.to_string());
+        line("Total input tokens from cache:", self.cached_tokens.map_or("-".into(), |n| n.to_string()));
         line("Total generated tokens:", self.output_tokens.to_string());
         line("Request throughput (req/s):", format!("{:.2}", self.per_second(self.completed as f64)));
         if let Some(good) = self.good {
@@ -224,7 +221,10 @@ impl Summary {
             ("End-to-end Latency", "E2EL", &self.e2el),
         ] {
             out.push_str(&format!("{title:-^50}\n"));
-            let mut line = |label: String, value: f64| out.push_str(&format!("{label:<40} {value:<10.2}\n"));
+            let mut line = |label: String, value: f64| {
+                let value = if value.is_finite() { format!("{value:.2}") } else { "-".into() };
+                out.push_str(&format!("{label:<40} {value:<10}\n"));
+            };
             line(format!("Mean {name} (ms):"), spread.mean);
             line(format!("Median {name} (ms):"), spread.median);
             for (p, v) in &spread.percentiles {
@@ -298,6 +298,45 @@ mod tests {
         let s = Spread::of(v, &[90.0]);
         // numpy.std of the same.
         assert!((s.std - 5.455_272_678_794_342).abs() < 1e-12);
+    }
+
+    #[test]
+    fn what_was_not_measured_is_not_zero() {
+        let t = Instant::now();
+        let mut failed = exchange(t, 0, &[], 0);
+        failed.failure = Some(Failure::Status(503, String::new()));
+        let s = Summary::of(&[failed], &[], &[99.0]);
+        let json = s.to_json();
+        for key in ["mean_ttft_ms", "median_tpot_ms", "p99_itl_ms", "std_e2el_ms", "total_cached_tokens"] {
+            assert!(json[key].is_null(), "{key}: {}", json[key]);
+        }
+        assert!(s.to_text().lines().any(|l| l.split_whitespace().eq(["Mean", "TTFT", "(ms):", "-"])));
+        // A single token has a first time and none after it.
+        let json = Summary::of(&[exchange(t, 0, &[40], 1)], &[], &[99.0]).to_json();
+        assert_eq!(json["mean_ttft_ms"], 40.0);
+        assert!(json["mean_tpot_ms"].is_null() && json["mean_itl_ms"].is_null());
+    }
+
+    #[test]
+    fn tokens_from_a_cache_that_no_answer_counts_are_unknown() {
+        let t = Instant::now();
+        let of = |counts: [Option<u64>; 2]| {
+            let exchanges = counts.map(|cached| {
+                let mut x = exchange(t, 0, &[10], 1);
+                x.answer.usage = Some(Usage { prompt: 10, completion: 1, cached, reasoning: None });
+                x
+            });
+            Summary::of(&exchanges, &[], &[])
+        };
+        assert_eq!(of([None, None]).cached_tokens, None);
+        assert!(
+            of([None, None])
+                .to_text()
+                .lines()
+                .any(|l| l.starts_with("Total input tokens from cache:") && l.trim_end().ends_with(" -"))
+        );
+        assert_eq!(of([Some(0), Some(0)]).cached_tokens, Some(0));
+        assert_eq!(of([None, Some(7)]).cached_tokens, Some(7), "absent is none where another answer counts");
     }
 
     #[test]

@@ -62,7 +62,8 @@ pub const FIGURES: [Figure; 22] = [
 struct Seen<'a> {
     row: &'a Row,
     prompt: u64,
-    cached: u64,
+    /// `None` in a run of which no answer says it.
+    cached: Option<u64>,
     tokens: u64,
 }
 
@@ -85,6 +86,9 @@ fn seen(run: &Run) -> Vec<Seen<'_>> {
             Some(Seen { row, prompt: u.prompt, cached: u.cached, tokens: row.exchange.output_tokens() })
         })
         .collect();
+    if out.iter().any(|s| s.cached.is_some()) {
+        out.iter_mut().for_each(|s| s.cached = s.cached.or(Some(0)));
+    }
     out.sort_by(|a, b| a.row.sent.total_cmp(&b.row.sent));
     out
 }
@@ -103,10 +107,18 @@ fn ratio(top: f64, bottom: f64) -> Option<f64> {
     (bottom > 0.0).then(|| top / bottom)
 }
 
-/// Seeds of the requests that an arm read cold: nothing of the prompt cached, nothing else in flight at the send.
-pub fn cold(run: &Run) -> HashSet<u32> {
-    let cold = seen(run).into_iter().filter(|s| s.cached == 0 && s.prompt >= COLD);
-    cold.filter(|s| alone(run, s.row, s.row.sent, s.row.sent + 1e-9)).map(|s| s.row.seed).collect()
+/// Tokens from a cache, of all; `None` of a run that counts none.
+fn cached_of<'a>(rows: impl IntoIterator<Item = &'a Seen<'a>>) -> Option<u64> {
+    rows.into_iter().filter_map(|s| s.cached).reduce(|a, b| a + b)
+}
+
+/// Seeds of the requests that an arm read cold: nothing of the prompt cached, nothing else in flight at the send. `None` of a
+/// server that does not count what it cached.
+pub fn cold(run: &Run) -> Option<HashSet<u32>> {
+    let rows = seen(run);
+    cached_of(&rows)?;
+    let cold = rows.into_iter().filter(|s| s.cached == Some(0) && s.prompt >= COLD);
+    Some(cold.filter(|s| alone(run, s.row, s.row.sent, s.row.sent + 1e-9)).map(|s| s.row.seed).collect())
 }
 
 /// The figures of one run. `matched` are the requests that every compared arm read cold.
@@ -126,18 +138,19 @@ pub fn figures(run: &Run, main: &HashSet<String>, matched: &HashSet<u32>) -> Map
     put("ttft_continuing_s", mean(rows.iter().filter(|s| s.row.class.continuing()).filter_map(Seen::ttft)));
     put("ttft_new_long_s", mean(rows.iter().filter(|s| s.row.class.new_long()).filter_map(Seen::ttft)));
     let sum = |f: &dyn Fn(&Seen<'_>) -> f64| rows.iter().map(f).sum::<f64>();
-    let (prompt, cached) = (sum(&|s| s.prompt as f64), sum(&|s| s.cached as f64));
-    put("cache_share_pct", ratio(100.0 * cached, prompt));
+    let (prompt, cached) = (sum(&|s| s.prompt as f64), cached_of(&rows).map(|n| n as f64));
+    put("cache_share_pct", cached.and_then(|n| ratio(100.0 * n, prompt)));
     put("prompt_tokens", Some(prompt));
-    put("prefilled_tokens", Some(prompt - cached));
+    put("prefilled_tokens", cached.map(|n| prompt - n));
     let missed = |top: bool| {
-        let again = rows.iter().filter(|s| s.row.class.continuing() && s.cached == 0);
-        again.filter(|s| main.contains(&s.row.actor) == top).count() as f64
+        let again = rows.iter().filter(|s| s.row.class.continuing() && s.cached == Some(0));
+        cached.map(|_| again.filter(|s| main.contains(&s.row.actor) == top).count() as f64)
     };
-    put("reprefilled_main", Some(missed(true)));
-    put("reprefilled_sub", Some(missed(false)));
+    put("reprefilled_main", missed(true));
+    put("reprefilled_sub", missed(false));
     for (key, least) in [("prefill_cold_tok_s", COLD), ("prefill_cold_long_tok_s", COLD_LONG)] {
-        let cold = rows.iter().filter(|s| matched.contains(&s.row.seed) && s.prompt >= least);
+        let known = |s: &&Seen<'_>| s.cached.is_some() && matched.contains(&s.row.seed);
+        let cold = rows.iter().filter(known).filter(|s| s.prompt >= least);
         let (tokens, time) =
             cold.fold((0.0, 0.0), |(n, t), s| (n + s.prompt as f64, t + s.ttft().unwrap_or(0.0)));
         put(key, ratio(tokens, time));
@@ -165,7 +178,8 @@ pub fn figures(run: &Run, main: &HashSet<String>, matched: &HashSet<u32>) -> Map
     let (accepted, drafted) = drafts.fold((0.0, 0.0), |(a, d), (x, y)| (a + x, d + y));
     put("draft_acceptance_pct", ratio(100.0 * accepted, drafted));
     put("completion_tokens", Some(sum(&|s| s.tokens as f64)));
-    put("reasoning_tokens", Some(sum(&|s| s.row.exchange.answer.usage.map_or(0.0, |u| u.reasoning as f64))));
+    let reasoning = rows.iter().filter_map(|s| s.row.exchange.answer.usage?.reasoning);
+    put("reasoning_tokens", reasoning.reduce(|a, b| a + b).map(|n| n as f64));
     put("context_guards", Some(run.notes.iter().filter(|n| n.event == "context_guard").count() as f64));
     put("wall_min", Some(run.wall / 60.0));
     out
@@ -210,8 +224,8 @@ pub fn intervals(run: &Run) -> Map<String, Value> {
         over_blocks("ttft_mean_s", &|s| mean(s.iter().filter_map(|s| s.ttft())));
         over_blocks("ttft_median_s", &|s| Some(percentile(&sorted(s.iter().filter_map(|s| s.ttft())), 0.5)));
         over_blocks("cache_share_pct", &|s| {
-            let total = |f: &dyn Fn(&Seen<'_>) -> u64| s.iter().map(|s| f(s)).sum::<u64>() as f64;
-            ratio(100.0 * total(&|s| s.cached), total(&|s| s.prompt))
+            let cached = cached_of(s.iter().copied())?;
+            ratio(100.0 * cached as f64, s.iter().map(|s| s.prompt).sum::<u64>() as f64)
         });
     }
     let single =
@@ -246,7 +260,7 @@ pub fn classes(run: &Run) -> Vec<Value> {
             "requests": own.len(),
             "ttft_mean_s": mean(own.iter().filter_map(|s| s.ttft())),
             "prompt_tokens": total(&|s| s.prompt),
-            "cached_tokens": total(&|s| s.cached),
+            "cached_tokens": cached_of(own.iter().copied()),
             "completion_tokens": total(&|s| s.tokens),
         })
     };
@@ -261,7 +275,8 @@ mod tests {
 
     pub(crate) fn row(actor: &str, class: Class, times: (f64, f64, f64), counts: (u64, u64, u64)) -> Row {
         let now = Instant::now();
-        let usage = Usage { prompt: counts.0, cached: counts.1, completion: counts.2, reasoning: 0 };
+        let usage =
+            Usage { prompt: counts.0, cached: Some(counts.1), completion: counts.2, reasoning: Some(0) };
         let timings = json!({ "draft_n": counts.2, "draft_n_accepted": counts.2 / 2 });
         let answer = Answer { usage: Some(usage), timings: Some(timings), ..Answer::default() };
         Row {
@@ -297,7 +312,7 @@ mod tests {
     fn figures_follow_their_definitions() {
         let r = run();
         let main = HashSet::from(["A".to_owned(), "B".to_owned()]);
-        let f = figures(&r, &main, &cold(&r));
+        let f = figures(&r, &main, &cold(&r).unwrap());
         let near =
             |key: &str, v: f64| assert!((f[key].as_f64().unwrap() - v).abs() < 1e-9, "{key}: {}", f[key]);
         near("ttft_mean_s", (4.0 + 0.5 + 1.0 + 1.5) / 4.0);
@@ -316,6 +331,34 @@ mod tests {
         assert!(f["prefill_cold_long_tok_s"].is_null());
         assert_eq!(f.len(), FIGURES.len());
         assert!(FIGURES.iter().all(|(key, ..)| f.contains_key(*key)));
+    }
+
+    #[test]
+    fn a_server_that_counts_no_cached_tokens_is_not_said_to_have_read_everything_again() {
+        let mut r = run();
+        let uncount = |row: &mut Row| {
+            let usage = row.exchange.answer.usage.as_mut().unwrap();
+            (usage.cached, usage.reasoning) = (None, None);
+        };
+        // What one answer of a server counts, the others had none of.
+        uncount(&mut r.rows[0]);
+        let main = HashSet::from(["A".to_owned(), "B".to_owned()]);
+        assert_eq!(figures(&r, &main, &cold(&r).unwrap())["prefill_cold_tok_s"].as_f64(), Some(2500.0));
+        let cold_elsewhere = cold(&r).unwrap();
+        r.rows.iter_mut().for_each(uncount);
+        assert!(cold(&r).is_none());
+        let f = figures(&r, &main, &cold_elsewhere);
+        for key in [
+            "cache_share_pct",
+            "prefilled_tokens",
+            "reprefilled_main",
+            "reprefilled_sub",
+            "prefill_cold_tok_s",
+            "reasoning_tokens",
+        ] {
+            assert!(f[key].is_null(), "{key}: {}", f[key]);
+        }
+        assert!(classes(&r).iter().all(|c| c["cached_tokens"].is_null() && c["prompt_tokens"].is_number()));
     }
 
     #[test]

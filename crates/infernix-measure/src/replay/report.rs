@@ -132,7 +132,8 @@ impl Report {
             actors.map(|a| a.name.clone()).collect()
         };
         let matched = |seed: u64| {
-            let mut sets = self.played.iter().filter(|p| p.seed == seed).map(|p| cold(&p.run));
+            // An arm that does not count what it cached says nothing about the others.
+            let mut sets = self.played.iter().filter(|p| p.seed == seed).filter_map(|p| cold(&p.run));
             let first = sets.next().unwrap_or_default();
             sets.fold(first, |a, b| a.intersection(&b).copied().collect())
         };

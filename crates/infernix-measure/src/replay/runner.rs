@@ -58,7 +58,6 @@ impl Row {
     /// For `client.jsonl`.
     pub fn to_json(&self, arm: &str) -> Value {
         let a = &self.exchange.answer;
-        let usage = a.usage.unwrap_or_default();
         let status = if self.aborted {
             "aborted"
         } else if self.exchange.failure.is_some() {
@@ -76,8 +75,10 @@ impl Row {
             "status": status,
             "error": self.failure().map(ToString::to_string),
             "finish": a.finish,
-            "usage": { "prompt_tokens": usage.prompt, "cached_tokens": usage.cached,
-                       "completion_tokens": usage.completion, "reasoning_tokens": usage.reasoning },
+            "usage": a.usage.map(|u| json!({
+                "prompt_tokens": u.prompt, "cached_tokens": u.cached,
+                "completion_tokens": u.completion, "reasoning_tokens": u.reasoning,
+            })),
             "timings": a.timings,
             "t_send": self.sent,
             "t_first": self.first,
