@@ -8,6 +8,7 @@ use infernix_measure::bench::machine::{Machine, now, utc};
 use infernix_measure::client::{Endpoint, Exchange};
 use infernix_measure::load::context::{self, Length};
 use infernix_measure::load::{self, Calibration, Dataset, Goal, Load, Rate, SpecCounters, Summary};
+use infernix_measure::redact;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,6 +33,7 @@ fn connect(args: &ServerArgs) -> anyhow::Result<Endpoint> {
 pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
     let load = plan(args)?;
     let dataset = dataset(args)?;
+    let by_trace = matches!(dataset, Dataset::Trace { .. });
     let goals = args.goodput.iter().map(|g| goal(g)).collect::<anyhow::Result<Vec<_>>>()?;
     let metadata = args.metadata.iter().map(|m| fact(m)).collect::<anyhow::Result<Vec<_>>>()?;
     let endpoint = connect(&args.server)?;
@@ -76,11 +78,18 @@ pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Re
         "dataset": described(args),
         "num_prompts": total,
         "interrupted": interrupted,
-        "request_rate": if args.request_rate.is_finite() { json!(args.request_rate) } else { json!("inf") },
+        "extra_body": redact::fields(&load.extra),
+        // What did not decide when requests were sent is not stated.
+        "request_rate": match load.rate {
+            _ if by_trace => Value::Null,
+            Rate::Unlimited => json!("inf"),
+            Rate::Constant(rate) => json!(rate),
+            Rate::Linear(..) | Rate::Exponential(..) => Value::Null,
+        },
         "ramp_up_strategy": args.ramp_up_strategy.map(|r| if r == Ramp::Linear { "linear" } else { "exponential" }),
         "ramp_up_start_rps": args.ramp_up_start_rps,
         "ramp_up_end_rps": args.ramp_up_end_rps,
-        "burstiness": args.burstiness,
+        "burstiness": (!by_trace).then_some(args.burstiness),
         "max_concurrency": args.max_concurrency,
         "seed": args.seed,
         "machine": Machine::this().to_json(),
@@ -214,7 +223,17 @@ fn dataset(args: &BenchServeArgs) -> anyhow::Result<Dataset> {
             output,
         },
         DatasetKind::Sharegpt => Dataset::ShareGpt { file: file()?, output: args.output_len },
-        DatasetKind::Trace => Dataset::Trace { file: file()? },
+        DatasetKind::Trace => {
+            let other = [
+                ("--request-rate", args.request_rate.is_finite()),
+                ("--burstiness", args.burstiness != 1.0),
+                ("--ramp-up-strategy", args.ramp_up_strategy.is_some()),
+            ];
+            if let Some((flag, _)) = other.iter().find(|o| o.1) {
+                return Err(usage(format!("a trace has its own times; leave out {flag}")));
+            }
+            Dataset::Trace { file: file()? }
+        }
     })
 }
 

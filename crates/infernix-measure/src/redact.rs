@@ -1,6 +1,8 @@
 //! Keeps secrets out of reports: values of options, variables and headers that hold keys, and what stands before the host of
 //! an address.
 
+use serde_json::Value;
+
 /// What stands where a secret stood.
 const HIDDEN: &str = "***";
 
@@ -35,6 +37,21 @@ pub fn address(text: &str) -> String {
         };
     }
     out + rest
+}
+
+/// A JSON value without the values of keys and the secrets in addresses.
+pub fn fields(value: &Value) -> Value {
+    match value {
+        Value::Object(map) => {
+            let shown = |(name, v): (&String, &Value)| {
+                (name.clone(), if is_secret(name) { Value::from(HIDDEN) } else { fields(v) })
+            };
+            map.iter().map(shown).collect()
+        }
+        Value::Array(list) => list.iter().map(fields).collect(),
+        Value::String(text) => address(text).into(),
+        other => other.clone(),
+    }
 }
 
 /// A command line without the secrets in it, also those of commands that are quoted inside.
@@ -112,6 +129,15 @@ fn one<'a>(value: &'a str, out: &mut String) -> &'a str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn keys_of_fields_are_hidden_and_all_else_stays() {
+        let given =
+            serde_json::json!({ "a": [{ "api_key": ["K"], "n": 1 }, "http://u:p@h"], "max_tokens": 5 });
+        let shown =
+            serde_json::json!({ "a": [{ "api_key": "***", "n": 1 }, "http://***@h"], "max_tokens": 5 });
+        assert_eq!(fields(&given), shown);
+    }
 
     #[test]
     fn keys_of_commands_and_addresses_are_hidden_and_all_else_stays() {

@@ -31,12 +31,14 @@ impl<'a> Documents<'a> {
     pub(super) fn take(&mut self, command: &str, name: &'a str, d: &'a Value) -> bool {
         match command {
             "bench serve" => {
-                let key = ["endpoint", "dataset", "num_prompts", "seed"].map(|k| d[k].to_string()).join(" ");
+                let key = ["endpoint", "dataset", "num_prompts", "seed", "extra_body"];
+                let key = key.map(|k| d[k].to_string()).join(" ");
                 self.loads.entry(key).or_default().push((name, d));
             }
             "bench context" => self.contexts.push((name, d)),
             "replay" => {
                 let key = ["plan_hash", "context", "scale"].map(|k| d[k].to_string()).join(" ");
+                let key = format!("{key} {}", omitted(d));
                 self.replays.entry(key).or_default().push((name, d));
             }
             _ => return false,
@@ -62,14 +64,41 @@ fn name(file: &str, d: &Value) -> String {
     format!("{known} ({file})")
 }
 
+/// When the requests of a load were sent.
+fn arrivals(d: &Value) -> String {
+    let per_second = |k: &str| d[k].as_f64().map_or("?".into(), |v| v.to_string());
+    let rate = match (d["ramp_up_strategy"].as_str(), d["request_rate"].as_f64()) {
+        _ if d["dataset"]["name"] == "trace" => return "as in the trace".into(),
+        (Some(ramp), _) => {
+            format!("{}-{}/s, {ramp}", per_second("ramp_up_start_rps"), per_second("ramp_up_end_rps"))
+        }
+        (None, Some(rate)) => format!("{rate}/s"),
+        (None, None) => return "at once".into(),
+    };
+    let shape = d["burstiness"].as_f64().filter(|b| *b != 1.0);
+    shape.map_or(rate.clone(), |b| format!("{rate}, burstiness {b}"))
+}
+
+/// Fields that a replay left out of its requests.
+fn omitted(d: &Value) -> String {
+    let fields = d["omitted_fields"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    fields.collect::<Vec<_>>().join(", ")
+}
+
 fn load(out: &mut String, plots: &mut Vec<(String, String)>, group: &[Named<'_>], number: usize) {
     let first = group[0].1;
     let _ = write!(
         out,
-        "<h2>Load on servers</h2>\n<p>{} requests to <code>{}</code>, {}.</p>\n<div class=\"t\"><table>\n",
+        "<h2>Load on servers</h2>\n<p>{} requests to <code>{}</code>, {}, seed {}{}.</p>\n<div class=\"t\"><table>\n",
         first["num_prompts"],
         text_of(&first["endpoint"]),
-        escape(&dataset(&first["dataset"]))
+        escape(&dataset(&first["dataset"])),
+        first["seed"],
+        match &first["extra_body"] {
+            Value::Null => ", other fields of the requests not recorded".to_owned(),
+            fields if fields.as_object().is_some_and(|f| f.is_empty()) => String::new(),
+            fields => format!(", each with <code>{}</code>", escape(&fields.to_string())),
+        }
     );
     let head = [
         "server",
@@ -85,34 +114,40 @@ fn load(out: &mut String, plots: &mut Vec<(String, String)>, group: &[Named<'_>]
         "E2EL mean",
     ];
     row(out, "th", 1, &head.map(String::from));
-    let ms = |v: f64| format!("{v:.1} ms");
+    // Reports of before have 0 where nothing was measured.
+    let ms = |v: &Value| v.as_f64().filter(|v| *v > 0.0).map_or("—".to_owned(), |v| format!("{v:.1} ms"));
     let mut lines: Vec<Line> = Vec::new();
     for (file, d) in group {
-        let rate = d["request_rate"].as_f64().map_or("at once".into(), |v| format!("{v}/s"));
-        let cached = d["total_cached_tokens"].as_f64().zip(d["total_input_tokens"].as_f64());
+        let rate = arrivals(d);
+        let prompts = d["total_input_tokens"].as_f64().filter(|n| *n > 0.0);
+        let cached = d["total_cached_tokens"].as_f64().zip(prompts);
         row(
             out,
             "td",
             1,
             &[
                 escape(&name(file, d)) + if d["interrupted"] == true { " (interrupted)" } else { "" },
-                rate,
+                escape(&rate),
                 figure(&d["max_concurrency"], |v| format!("{v:.0}")),
                 figure(&d["failed"], |v| format!("{v:.0}")),
                 figure(&d["request_throughput"], |v| format!("{v:.2}")),
                 figure(&d["output_throughput"], |v| format!("{v:.1}")),
-                cached.map_or("—".into(), |(c, n)| format!("{:.0} %", 100.0 * c / n.max(1.0))),
-                figure(&d["mean_ttft_ms"], ms),
-                figure(&d["median_ttft_ms"], ms),
-                figure(&d["mean_tpot_ms"], ms),
-                figure(&d["mean_e2el_ms"], ms),
+                cached.map_or("—".into(), |(c, n)| format!("{:.0} %", 100.0 * c / n)),
+                ms(&d["mean_ttft_ms"]),
+                ms(&d["median_ttft_ms"]),
+                ms(&d["mean_tpot_ms"]),
+                ms(&d["mean_e2el_ms"]),
             ],
         );
-        let known = d["label"].as_str().or_else(|| d["model_id"].as_str()).unwrap_or("?");
+        let mut known = d["label"].as_str().or_else(|| d["model_id"].as_str()).unwrap_or("?").to_owned();
+        // A curve is of one kind of arrivals.
+        if rate != "at once" {
+            known = format!("{known}, {rate}");
+        }
         if let Some(point) = d["max_concurrency"].as_f64().zip(d["output_throughput"].as_f64()) {
             match lines.iter_mut().find(|l| l.name == known) {
                 Some(line) => line.points.push(point),
-                None => lines.push(Line { name: known.to_owned(), points: vec![point] }),
+                None => lines.push(Line { name: known, points: vec![point] }),
             }
         }
     }
@@ -222,6 +257,9 @@ fn replay(out: &mut String, files: &mut Vec<(String, String)>, group: &[Named<'_
         }
     }
     out.push_str("</table></div>\n");
+    if !omitted(first).is_empty() {
+        let _ = writeln!(out, "<p>Left out of every request: {}.</p>", escape(&omitted(first)));
+    }
     notes(out, group);
     let runs: Vec<_> = group
         .iter()
@@ -276,6 +314,19 @@ mod tests {
     }
 
     #[test]
+    fn replays_that_left_fields_out_stand_apart_and_say_so() {
+        let mut without = replay("0123456789abcdef0", "theirs", "EPYC");
+        without["omitted_fields"] = json!(["top_k", "seed"]);
+        let mut all = replay("0123456789abcdef0", "ours", "EPYC");
+        all["omitted_fields"] = json!([]);
+        let files = [all, without, replay("0123456789abcdef0", "before", "EPYC")];
+        let files = files.map(|d| (d["arms"][0]["name"].as_str().unwrap_or_default().to_owned(), d));
+        let html = page("t", &files).unwrap().html;
+        assert_eq!(html.matches("<h2>Agent replay</h2>").count(), 2);
+        assert_eq!(html.matches("Left out of every request: top_k, seed.").count(), 1);
+    }
+
+    #[test]
     fn joined_replays_share_plots_and_each_run_has_its_timeline() {
         let with_runs = |arm: &str| {
             let mut d = replay("0123456789abcdef0", arm, "EPYC");
@@ -313,6 +364,61 @@ mod tests {
         before["arms"][0]["runs"][0]["timeline"] = Value::Null;
         let page = super::super::page("t", &[("a.json".into(), before)]).unwrap();
         assert_eq!(page.plots.len(), 1);
+    }
+
+    fn one_load(changes: Value) -> Value {
+        let mut d = json!({
+            "schema_version": 1, "command": "bench serve", "label": "x", "endpoint": "/v1/chat/completions",
+            "dataset": { "name": "random", "input_len": 128 }, "num_prompts": 8, "seed": 7, "request_rate": "inf",
+            "burstiness": 1.0, "extra_body": {}, "max_concurrency": 2, "failed": 0, "output_throughput": 10.0,
+            "mean_ttft_ms": 12.5, "total_input_tokens": 100, "total_cached_tokens": 25,
+        });
+        for (key, value) in changes.as_object().unwrap() {
+            d[key] = value.clone();
+        }
+        d
+    }
+
+    #[test]
+    fn arrivals_are_those_of_the_run_and_unlike_ones_share_no_curve() {
+        let ramp = json!({ "ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 9.5 });
+        let of = |changes: Value| super::arrivals(&one_load(changes));
+        assert_eq!(of(ramp.clone()), "1-9.5/s, linear");
+        assert_eq!(of(json!({})), "at once");
+        assert_eq!(of(json!({ "request_rate": 2.5, "burstiness": 0.5 })), "2.5/s, burstiness 0.5");
+        let trace = json!({ "dataset": { "name": "trace", "file": "t" }, "request_rate": 20.0 });
+        assert_eq!(of(trace), "as in the trace");
+        let loads = [json!({}), json!({ "max_concurrency": 4 }), ramp];
+        let loads = loads.map(|c| ("f".to_owned(), one_load(c)));
+        let page = page("t", &loads).unwrap();
+        assert!(page.html.contains("<td>1-9.5/s, linear</td>"), "{}", page.html);
+        assert!(page.plots[0].1.contains("x, 1-9.5/s, linear"), "{}", page.plots[0].1);
+    }
+
+    #[test]
+    fn loads_with_other_fields_in_their_requests_stand_apart_and_show_them() {
+        let loads = [json!({}), json!({ "extra_body": { "temperature": 0, "stop": "<b>" } })];
+        let html = page("t", &loads.map(|c| ("f".to_owned(), one_load(c)))).unwrap().html;
+        assert_eq!(html.matches("<h2>Load on servers</h2>").count(), 2);
+        assert!(
+            html.contains(
+                "each with <code>{&quot;stop&quot;:&quot;&lt;b&gt;&quot;,&quot;temperature&quot;:0}</code>"
+            ),
+            "{html}"
+        );
+    }
+
+    #[test]
+    fn a_load_of_which_nothing_was_measured_shows_no_best_value() {
+        for none in [json!(0.0), Value::Null] {
+            let failed = json!({
+                "failed": 8, "mean_ttft_ms": none, "mean_tpot_ms": none, "total_input_tokens": 0, "total_cached_tokens": 0,
+            });
+            let html = page("t", &[("f".to_owned(), one_load(failed))]).unwrap().html;
+            assert!(!html.contains(" ms</td>") && !html.contains(" %</td>"), "{html}");
+        }
+        let uncounted = one_load(json!({ "total_cached_tokens": null }));
+        assert!(!page("t", &[("f".to_owned(), uncounted)]).unwrap().html.contains(" %</td>"));
     }
 
     #[test]
