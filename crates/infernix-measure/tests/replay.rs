@@ -203,7 +203,7 @@ fn a_replay_sends_every_planned_request_and_is_valid() {
     assert_eq!(doc["valid"], json!(true), "{}", doc["invalid_reasons"]);
     assert_eq!(doc["arms"][0]["requests"], json!(68));
     assert!(doc["arms"][0]["metrics"]["cache_share_pct"]["mean"].as_f64().unwrap() > 50.0);
-    assert_eq!(doc["arms"][0]["metrics"]["tokens_per_round"]["mean"], json!(9.0 / 5.0));
+    assert_eq!(doc["arms"][0]["metrics"]["tokens_per_round"]["mean"], json!(8.0 / 4.0));
     assert!(report.to_markdown().contains("| Mean TTFT |"));
     let html = page::html(&report);
     assert!(html.contains("<svg") && html.contains("Timeline: a, seed 42") && !html.contains("<script"));

@@ -54,12 +54,17 @@ fn counts(rows: &[ContextRow]) -> bool {
 impl ContextRow {
     /// Tokens after the first over the time from first to last, of answers that have both.
     pub fn decode_rate(&self) -> Option<f64> {
-        self.decode.map(|t| self.output_tokens.saturating_sub(1) as f64 / t)
+        self.decode.map(|t| self.decoded() as f64 / t)
     }
 
-    /// Forward passes: one a token that was not accepted from a draft.
+    /// Tokens after the first, which the prompt's pass gave.
+    fn decoded(&self) -> u64 {
+        self.output_tokens.saturating_sub(1)
+    }
+
+    /// Forward passes that made them: one a token that was not accepted from a draft.
     fn rounds(&self) -> u64 {
-        self.output_tokens.saturating_sub(self.accepted.unwrap_or(0))
+        self.decoded().saturating_sub(self.accepted.unwrap_or(0))
     }
 
     fn to_json(&self, counts: bool) -> Value {
@@ -185,7 +190,8 @@ pub fn to_markdown(rows: &[ContextRow]) -> String {
         let ratio = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
         let tokens = mean(&|r| Some(r.prompt_tokens as f64));
         let ttft = mean(&|r| r.ttft);
-        // Of answers that took time alone, so that both have the same rounds.
+        // Of answers that took time alone: rates are of the same tokens and time, so that one is the product of the others.
+        let (decoded, time) = (mean(&|r| r.decode.map(|_| r.decoded() as f64)), mean(&|r| r.decode));
         let rounds = mean(&|r| r.decode.filter(|_| known).map(|_| r.rounds() as f64));
         let _ = writeln!(
             out,
@@ -194,9 +200,9 @@ pub fn to_markdown(rows: &[ContextRow]) -> String {
             if of.len() < all { format!("{} of {all}", of.len()) } else { all.to_string() },
             cell(ttft, 2),
             cell(ratio(tokens, ttft), 1),
-            cell(mean(&ContextRow::decode_rate), 1),
-            cell(ratio(rounds, mean(&|r| r.decode)), 2),
-            cell(ratio(mean(&|r| r.decode.map(|_| r.output_tokens as f64)), rounds), 2),
+            cell(ratio(decoded, time), 1),
+            cell(ratio(rounds, time), 2),
+            cell(ratio(decoded, rounds), 2),
         );
     }
     for (row, error) in rows.iter().filter_map(|r| Some((r, r.error.as_ref()?))) {
@@ -228,16 +234,30 @@ mod tests {
     fn answers_without_text_are_no_part_of_a_mean() {
         let whole = [row(Some(2.0), Some(1.0), None), row(Some(4.0), Some(1.0), None)];
         let text = to_markdown(&whole);
-        assert!(text.ends_with("| 120 | 2 | 3.00 | 40.0 | 10.0 | 10.00 | 1.10 |\n"), "{text}");
+        assert!(text.ends_with("| 120 | 2 | 3.00 | 40.0 | 10.0 | 9.00 | 1.11 |\n"), "{text}");
         let holes = [&whole[..], &[row(Some(3.0), None, None), row(None, None, Some("no text"))]].concat();
         let text = to_markdown(&holes);
-        assert!(text.contains("| 120 | 3 of 4 | 3.00 | 40.0 | 10.0 | 10.00 | 1.10 |\n"), "{text}");
+        assert!(text.contains("| 120 | 3 of 4 | 3.00 | 40.0 | 10.0 | 9.00 | 1.11 |\n"), "{text}");
         assert!(text.ends_with("a prompt of 100 tokens does not count: no text\n"), "{text}");
         let json = holes[3].to_json(true);
         assert!(json["ttft_s"].is_null() && json["decode_tok_s"].is_null() && json["rounds_per_s"].is_null());
         assert_eq!(json["error"], "no text");
         let none = to_markdown(&holes[3..]);
         assert!(none.contains("| 100 | 0 of 1 | - | - | - | - | - |"), "{none}");
+    }
+
+    #[test]
+    fn rounds_and_tokens_a_second_are_of_the_same_tokens_and_time() {
+        let mut plain = row(Some(2.0), Some(0.5), None);
+        plain.accepted = Some(0);
+        // 10 tokens after the first, a round each, in half a second.
+        assert_eq!(
+            (plain.decode_rate(), plain.to_json(true)["rounds_per_s"].as_f64()),
+            (Some(20.0), Some(20.0))
+        );
+        let text =
+            to_markdown(&[plain.clone(), ContextRow { output_tokens: 21, decode: Some(1.5), ..plain }]);
+        assert!(text.ends_with("| 15.0 | 15.00 | 1.00 |\n"), "30 tokens in 2 s: {text}");
     }
 
     #[test]

@@ -161,13 +161,15 @@ pub fn figures(run: &Run, main: &HashSet<String>, matched: &HashSet<u32>) -> Map
     put("output_tok_s", rate(one.iter().map(|s| **s)));
     put("output_batched_tok_s", ratio(streams.iter().map(|s| (s.tokens - 1) as f64).sum(), union(&streams)));
     put("copy_tok_s", rate(streams.iter().filter(|s| s.row.copy).copied()));
-    // One round a token that was not accepted from a draft, of servers that count drafts.
+    // One round a token after the first that was not accepted from a draft, of servers that count drafts: rounds/s times
+    // tokens a round are tokens a second.
     let accepted = |s: &Seen<'_>| s.row.exchange.answer.accepted();
     let counts = rows.iter().any(|s| accepted(s).is_some());
     let known = one.iter().filter(|_| counts);
     let (rounds, tokens, time) = known.fold((0.0, 0.0, 0.0), |(r, n, t), s| {
-        let rounds = s.tokens.saturating_sub(accepted(s).unwrap_or(0));
-        (r + rounds as f64, n + s.tokens as f64, t + s.stream().unwrap_or(0.0))
+        let decoded = s.tokens.saturating_sub(1);
+        let rounds = decoded.saturating_sub(accepted(s).unwrap_or(0));
+        (r + rounds as f64, n + decoded as f64, t + s.stream().unwrap_or(0.0))
     });
     put("rounds_s", ratio(rounds, time));
     put("tokens_per_round", ratio(tokens, rounds));
@@ -326,7 +328,8 @@ mod tests {
         near("output_tok_s", 15.0);
         // All four over the union 2 + 2 + 5.
         near("output_batched_tok_s", 80.0 / 9.0);
-        near("tokens_per_round", 62.0 / (11.0 + 21.0));
+        near("tokens_per_round", 60.0 / (10.0 + 20.0));
+        near("rounds_s", 15.0 / 2.0);
         near("wall_min", 2.0);
         assert!(f["prefill_cold_long_tok_s"].is_null());
         assert_eq!(f.len(), FIGURES.len());
@@ -367,8 +370,8 @@ mod tests {
         r.rows[1].exchange.answer.timings = Some(json!({}));
         let of = |r: &Run| figures(r, &HashSet::new(), &HashSet::new());
         let f = of(&r);
-        assert_eq!(f["tokens_per_round"].as_f64(), Some(62.0 / (11.0 + 41.0)));
-        assert_eq!(f["rounds_s"].as_f64(), Some((11.0 + 41.0) / 4.0));
+        assert_eq!(f["tokens_per_round"].as_f64(), Some(60.0 / (10.0 + 40.0)));
+        assert_eq!(f["rounds_s"].as_f64(), Some((10.0 + 40.0) / 4.0));
         for row in &mut r.rows {
             row.exchange.answer.timings = None;
         }
