@@ -127,13 +127,15 @@ impl Disguise {
     }
 }
 
-/// The text of a message, its parts joined. Media are not replayed.
+/// The text of a message, its parts joined. Media are not replayed: the name of their kind stands for each.
 fn content(message: &Value) -> String {
+    let part = |p: &Value| match p.get("text").and_then(Value::as_str) {
+        Some(text) => text.to_owned(),
+        None => format!("[{}]", p["type"].as_str().unwrap_or("part")),
+    };
     match message.get("content") {
         Some(Value::String(s)) => s.clone(),
-        Some(Value::Array(parts)) => {
-            parts.iter().filter_map(|p| p.get("text")?.as_str()).collect::<Vec<_>>().join("\n")
-        }
+        Some(Value::Array(parts)) => parts.iter().map(part).collect::<Vec<_>>().join("\n"),
         _ => String::new(),
     }
 }
@@ -163,6 +165,7 @@ pub fn plan(name: &str, requests: &[Recorded], texts: Texts, key: [u8; 32]) -> P
     let mut actors: Vec<Actor> = Vec::new();
     let mut threads: Vec<Thread> = Vec::new();
     let mut longest = 0;
+    let mut first = None;
     for r in requests {
         let all = r.body["messages"].as_array().cloned().unwrap_or_default();
         let system: Vec<String> = all.iter().filter(|m| is_system(m)).map(content).collect();
@@ -171,6 +174,8 @@ pub fn plan(name: &str, requests: &[Recorded], texts: Texts, key: [u8; 32]) -> P
         if messages.is_empty() {
             continue;
         }
+        // How long the agent took to be started is no part of its work.
+        let start = *first.get_or_insert(r.sent);
         let tools = r.body["tools"].as_array().cloned().unwrap_or_default();
         let max_tokens = ["max_completion_tokens", "max_tokens"]
             .iter()
@@ -209,7 +214,7 @@ pub fn plan(name: &str, requests: &[Recorded], texts: Texts, key: [u8; 32]) -> P
                     persona,
                     top: true,
                     history: messages[..split].iter().map(|m| disguise.message(m)).collect(),
-                    ops: vec![Op::Request(turn(class, r.sent, &messages[split..]))],
+                    ops: vec![Op::Request(turn(class, r.sent - start, &messages[split..]))],
                 });
                 threads.push(Thread { actor: actors.len() - 1, system, messages, done: r.done });
             }
@@ -253,11 +258,15 @@ fn turn(
     };
     let observation =
         texts(true).map(|text| Observation { tool: String::new(), arguments: json!({}), text, seconds: 0.0 });
+    let user = texts(false);
+    // A turn without a word would leave a request without a message.
+    let nothing = user.is_none() && observation.is_none() && new.iter().any(|m| !is_assistant(m));
+    let user = user.or_else(|| nothing.then(|| "[empty]".to_owned()));
     Turn {
         class: if r.aborted { Class::Aborted } else { class },
         delay: round(delay),
         observation,
-        user: texts(false),
+        user,
         max_tokens,
         copy: false,
         abort_after: r.aborted.then(|| round((r.done - r.sent).max(0.05))),
@@ -309,6 +318,37 @@ mod tests {
         assert_eq!(p.actors[0].ops[2], Op::Retry { delay: 2.0, max_tokens: 100 });
         let Op::Request(other) = &p.actors[1].ops[0] else { panic!("a turn") };
         assert_eq!((other.delay, other.user.as_deref()), (0.5, Some("Title?")));
+    }
+
+    #[test]
+    fn a_message_of_an_image_alone_leaves_a_text_to_play() {
+        let image = json!({ "type": "image_url", "image_url": { "url": "data:image/png;base64,AA" } });
+        let said = |content: Value| {
+            let p = plan(
+                "mine",
+                &[request(0.0, json!([{ "role": "user", "content": content }]))],
+                Texts::Keep,
+                [0; 32],
+            );
+            p.check().unwrap();
+            let Op::Request(turn) = &p.actors[0].ops[0] else { panic!("a turn") };
+            turn.user.clone().unwrap_or_default()
+        };
+        assert_eq!(said(json!([image])), "[image_url]");
+        assert_eq!(said(json!([{ "type": "text", "text": "see" }, image])), "see\n[image_url]");
+        assert_eq!([said(json!("")), said(json!([])), said(Value::Null)], ["[empty]"; 3]);
+    }
+
+    #[test]
+    fn the_time_before_the_first_request_is_no_delay() {
+        let late: Vec<Recorded> = recording()
+            .into_iter()
+            .map(|r| Recorded { sent: r.sent + 40.0, done: r.done + 40.0, ..r })
+            .collect();
+        assert_eq!(
+            plan("mine", &late, Texts::Keep, [0; 32]),
+            plan("mine", &recording(), Texts::Keep, [0; 32])
+        );
     }
 
     #[test]
