@@ -97,10 +97,12 @@ pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Re
     for (key, value) in summary.to_json() {
         doc[key] = value;
     }
-    if let (Some(before), Some(after)) = (counters, SpecCounters::read(&endpoint)) {
-        for (key, value) in after.since(before) {
-            doc[key] = value;
-        }
+    let drafting = match (counters, SpecCounters::read(&endpoint)) {
+        (Some(before), Some(after)) => after.since(before),
+        _ => serde_json::Map::new(),
+    };
+    for (key, value) in &drafting {
+        doc[key.as_str()] = value.clone();
     }
     if args.save_detailed {
         detail(&exchanges, &mut doc);
@@ -117,7 +119,7 @@ pub(crate) fn serve(args: &BenchServeArgs, progress: ProgressMode) -> anyhow::Re
     if args.json.json {
         output::print_json(&doc)?;
     } else {
-        output::print(&summary.to_text())?;
+        output::print(&(summary.to_text() + &SpecCounters::to_text(&drafting)))?;
         if interrupted {
             output::print(&format!("interrupted: {} of {total} requests\n", exchanges.len()))?;
         }

@@ -150,10 +150,11 @@ pub fn run(
     Ok(std::mem::take(&mut flights.ended).into_iter().flatten().collect())
 }
 
-/// Counters of speculation as vLLM names them, from a server's `/metrics`; `None` where it has none.
+/// Counters of speculation as vLLM or this project's server names them, from a server's `/metrics`; `None` where it has none.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SpecCounters {
-    drafts: f64,
+    /// Rounds with a draft, which only vLLM counts.
+    drafts: Option<f64>,
     drafted: f64,
     accepted: f64,
 }
@@ -178,23 +179,48 @@ impl SpecCounters {
             found
         };
         Some(Self {
-            drafts: sum("vllm:spec_decode_num_drafts_total")?,
-            drafted: sum("vllm:spec_decode_num_draft_tokens_total")?,
-            accepted: sum("vllm:spec_decode_num_accepted_tokens_total")?,
+            drafts: sum("vllm:spec_decode_num_drafts_total"),
+            drafted: sum("vllm:spec_decode_num_draft_tokens_total")
+                .or_else(|| sum("infernix_spec_draft_tokens_total"))?,
+            accepted: sum("vllm:spec_decode_num_accepted_tokens_total")
+                .or_else(|| sum("infernix_spec_accepted_tokens_total"))?,
         })
     }
 
     /// What a run added, under vLLM's result keys.
     pub fn since(self, before: Self) -> Map<String, Value> {
-        let (drafts, drafted, accepted) =
-            (self.drafts - before.drafts, self.drafted - before.drafted, self.accepted - before.accepted);
+        let (drafted, accepted) = (self.drafted - before.drafted, self.accepted - before.accepted);
+        let drafts = self.drafts.map(|n| n - before.drafts.unwrap_or(0.0)).filter(|n| *n > 0.0);
         let mut out = Map::new();
-        if drafts > 0.0 && drafted > 0.0 {
-            out.insert("spec_decode_num_drafts".into(), json!(drafts));
+        if drafted > 0.0 {
             out.insert("spec_decode_draft_tokens".into(), json!(drafted));
             out.insert("spec_decode_accepted_tokens".into(), json!(accepted));
             out.insert("spec_decode_acceptance_rate".into(), json!(100.0 * accepted / drafted));
-            out.insert("spec_decode_acceptance_length".into(), json!(1.0 + accepted / drafts));
+            if let Some(drafts) = drafts {
+                out.insert("spec_decode_num_drafts".into(), json!(drafts));
+                out.insert("spec_decode_acceptance_length".into(), json!(1.0 + accepted / drafts));
+            }
+        }
+        out
+    }
+
+    /// What [`SpecCounters::since`] gave, as vLLM prints it; nothing where nothing was drafted.
+    pub fn to_text(added: &Map<String, Value>) -> String {
+        if added.is_empty() {
+            return String::new();
+        }
+        let mut out = format!("{:-^50}\n", "Speculative Decoding");
+        for (label, key, digits) in [
+            ("Acceptance rate (%):", "spec_decode_acceptance_rate", 2),
+            ("Acceptance length:", "spec_decode_acceptance_length", 2),
+            ("Drafts:", "spec_decode_num_drafts", 0),
+            ("Draft tokens:", "spec_decode_draft_tokens", 0),
+            ("Accepted tokens:", "spec_decode_accepted_tokens", 0),
+        ] {
+            if let Some(v) = added.get(key).and_then(Value::as_f64) {
+                let value = format!("{v:.digits$}");
+                out.push_str(&format!("{label:<40} {value:<10}\n"));
+            }
         }
         out
     }
@@ -215,9 +241,27 @@ mod tests {
             vllm:spec_decode_num_draft_tokens_total 20\nvllm:spec_decode_num_accepted_tokens_total 15\n\
             vllm:spec_decode_num_accepted_tokens_per_pos_total 99\n";
         let now = SpecCounters::parse(text).unwrap();
-        assert_eq!(now, SpecCounters { drafts: 5.0, drafted: 20.0, accepted: 15.0 });
+        assert_eq!(now, SpecCounters { drafts: Some(5.0), drafted: 20.0, accepted: 15.0 });
         let out = now.since(SpecCounters::default());
         assert_eq!(out["spec_decode_acceptance_length"], json!(4.0));
         assert_eq!(SpecCounters::parse("vllm:other 1\n"), None);
+        assert!(SpecCounters::to_text(&out).contains("Acceptance length:"));
+    }
+
+    #[test]
+    fn drafting_of_this_server_is_seen() {
+        let counted = |drafted: u32, accepted: u32| {
+            let text = format!(
+                "infernix_spec_draft_tokens_total {drafted}\ninfernix_spec_accepted_tokens_total {accepted}\n\
+                 vllm:generation_tokens_total{{model_name=\"m\"}} 9\n"
+            );
+            SpecCounters::parse(&text).unwrap()
+        };
+        let out = counted(30, 12).since(counted(10, 2));
+        assert_eq!(out["spec_decode_draft_tokens"], json!(20.0));
+        assert_eq!(out["spec_decode_acceptance_rate"], json!(50.0));
+        assert!(!out.contains_key("spec_decode_acceptance_length"), "rounds with a draft are not counted");
+        assert!(SpecCounters::to_text(&out).contains("Draft tokens:                            20"));
+        assert_eq!(SpecCounters::to_text(&counted(3, 1).since(counted(3, 1))), "");
     }
 }
