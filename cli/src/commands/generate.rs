@@ -35,18 +35,27 @@ fn cli_page() -> anyhow::Result<String> {
         writeln!(page, "| [`{0}`](#infernix-{0}) | {1} |", verb.get_name(), about(verb))?;
     }
     for verb in verbs {
-        write!(page, "\n## infernix {}\n\n{}.\n", verb.get_name(), about(verb))?;
-        let usage = verb.clone().render_usage().to_string();
-        write!(page, "\n```\n{}\n```\n", usage.trim_start_matches("Usage: "))?;
-        page.push_str("\n| argument | |\n|---|---|\n");
-        for arg in verb
-            .get_arguments()
-            .filter(|a| !a.is_hide_set() && a.get_id() != "help" && a.get_id() != "version")
-        {
-            writeln!(page, "| {} | {} |", spelling(arg), help(arg))?;
-        }
+        command(&mut page, "##", "infernix", verb)?;
     }
     Ok(page)
+}
+
+/// A command's part of the page, and those of its own commands below it.
+fn command(page: &mut String, level: &str, parent: &str, verb: &Command) -> anyhow::Result<()> {
+    let name = format!("{parent} {}", verb.get_name());
+    write!(page, "\n{level} {name}\n\n{}.\n", about(verb))?;
+    let usage = verb.clone().render_usage().to_string();
+    write!(page, "\n```\n{}\n```\n", usage.trim_start_matches("Usage: "))?;
+    page.push_str("\n| argument | |\n|---|---|\n");
+    for arg in
+        verb.get_arguments().filter(|a| !a.is_hide_set() && a.get_id() != "help" && a.get_id() != "version")
+    {
+        writeln!(page, "| {} | {} |", spelling(arg), help(arg))?;
+    }
+    for own in verb.get_subcommands().filter(|c| !c.is_hide_set() && c.get_name() != "help") {
+        command(page, &format!("{level}#"), &name, own)?;
+    }
+    Ok(())
 }
 
 fn about(command: &Command) -> String {
@@ -107,12 +116,23 @@ mod tests {
 
     #[test]
     fn every_flag_has_help() {
+        fn check(command: &Command) {
+            for arg in command.get_arguments() {
+                assert!(arg.get_help().is_some(), "{} {}", command.get_name(), arg.get_id());
+            }
+            command.get_subcommands().for_each(check);
+        }
         let mut root = Cli::command();
         root.build();
-        for verb in root.get_subcommands() {
-            for arg in verb.get_arguments() {
-                assert!(arg.get_help().is_some(), "{} {}", verb.get_name(), arg.get_id());
-            }
+        root.get_subcommands().for_each(check);
+    }
+
+    #[test]
+    fn the_page_has_commands_of_commands() {
+        let page = cli_page().unwrap();
+        for name in ["bench serve", "bench context", "replay record"] {
+            assert!(page.contains(&format!("\n### infernix {name}\n")), "{name}");
         }
+        assert!(page.contains("--goodput") && page.contains("--upstream"));
     }
 }
