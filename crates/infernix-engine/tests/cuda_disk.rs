@@ -5,8 +5,8 @@
 mod common;
 
 use infernix_artifact::Artifact;
-use infernix_engine::backend::CallKind;
 use infernix_engine::backend::cuda::{Cuda, CudaOptions, Placement};
+use infernix_engine::backend::{ActivationPolicy, CallKind};
 use infernix_engine::driver::{Driver, DriverOptions, LaneInput, Want};
 use infernix_engine::model::{ArtifactSource, LoadOptions, load};
 use infernix_engine::ngram::{NgramOptions, open_ngram};
@@ -32,9 +32,15 @@ fn demo() -> Option<(PathBuf, Option<tempfile::TempDir>)> {
     Some((folder.path().join("model.infernix"), Some(folder)))
 }
 
-fn driver(a: &Arc<Artifact>, placement: Placement, expert_ram: usize) -> Driver<Cuda> {
+fn driver(
+    a: &Arc<Artifact>,
+    activations: ActivationPolicy,
+    placement: Placement,
+    expert_ram: usize,
+) -> Driver<Cuda> {
     let backend = Cuda::new(CudaOptions { placement, expert_ram, ..CudaOptions::default() }).unwrap();
-    let model = load(backend, &ArtifactSource::new(a.clone()).unwrap(), LoadOptions::default()).unwrap();
+    let options = LoadOptions { activations, ..LoadOptions::default() };
+    let model = load(backend, &ArtifactSource::new(a.clone()).unwrap(), options).unwrap();
     let ngram = open_ngram(a, None, NgramOptions { threads: 2, cache_bytes: 1 << 20 }).unwrap();
     let options = DriverOptions { tokens: 2048, sequences: 2, kv: KvFormat::Bf16 };
     Driver::new(model, ngram.map(|n| n.0), options).unwrap()
@@ -48,7 +54,15 @@ fn bits(v: &[f32]) -> Vec<u32> {
 fn experts_on_disk_give_the_same_bits_and_a_read_error_fails_its_lanes_alone() {
     let Some((path, _keep)) = demo() else { return };
     let a = Arc::new(Artifact::open(&path).unwrap());
-    let mut resident = driver(&a, Placement::Auto, 0);
+    // Exact experts, and the same records with 16-bit activations.
+    for activations in [ActivationPolicy::Artifact, ActivationPolicy::A16] {
+        from_disk(&a, activations);
+    }
+}
+
+fn from_disk(a: &Arc<Artifact>, activations: ActivationPolicy) {
+    let driver = |placement, ram| driver(a, activations, placement, ram);
+    let mut resident = driver(Placement::Auto, 0);
     let vocab = resident.model.config.vocab.min(4000);
     let text = |seed: u64, n: u64| -> Vec<u32> {
         (0..n).map(|i| (mix(seed * 1_000_003 + i) % vocab) as u32).collect()
@@ -66,7 +80,7 @@ fn experts_on_disk_give_the_same_bits_and_a_read_error_fails_its_lanes_alone() {
     let record = resident.model.backend.expert_frames().1;
     let ram = SLOTS * (record + 2 * 4096).next_multiple_of(4096);
     for placement in [Placement::Host, Placement::Frames(24)] {
-        let mut d = driver(&a, placement, ram);
+        let mut d = driver(placement, ram);
         assert!(run(&mut d, 20) == few, "{placement:?}: short prompt");
         let counts = d.model.backend.take_tier_counts();
         eprintln!("{placement:?}: {counts:?}");
@@ -76,7 +90,7 @@ fn experts_on_disk_give_the_same_bits_and_a_read_error_fails_its_lanes_alone() {
     }
 
     // Two lanes; reads of one expert of the first layer fail.
-    let mut d = driver(&a, Placement::Host, ram);
+    let mut d = driver(Placement::Host, ram);
     let lanes_of = |d: &mut Driver<Cuda>, expert: Option<usize>| {
         let mut open = [d.open(0).unwrap(), d.open(7).unwrap()];
         for (s, t) in open.iter_mut().zip([&other, &one]) {
