@@ -828,8 +828,8 @@ impl Cuda {
         let (stage, stride) = self.tiers.stage();
         let away = self.tiers.away(own.bank);
         let identity = self.identity.as_ref().map_or(0, DeviceBuffer::ptr);
-        // A layer that has been streamed is read where it is. So are the picks of one row, none of which is another's; of several rows, what
-        // is the host's comes first, some picks at a time.
+        // Picks of one row, none of which is another's, are read where they are; of several rows, what is the host's or was streamed comes
+        // first, some picks at a time. A layer of blocks that was streamed is read where it is: a prompt may have too few picks for tiles.
         let form = own.product();
         let direct = n == 1
             && match (&own.form, form) {
@@ -843,7 +843,7 @@ impl Cuda {
                 (_, Some(f)) => [h, i].iter().all(|k| self.plans.stored.reads(f, *k)),
                 (_, None) => false,
             };
-        let fetch = !self.streaming && !direct;
+        let fetch = !direct && (!self.streaming || form.is_some());
         let most = if top <= StoredExperts::PICKS { StoredExperts::PICKS / top * top } else { 1 };
         let step = if fetch { most } else { picks };
         let at = self.arena.lease(8 * StoredExperts::PICKS)?;
