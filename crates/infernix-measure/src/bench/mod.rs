@@ -95,8 +95,8 @@ pub struct Measured {
     pub rate: Sample,
 }
 
-/// Decode rounds of the answers of a test, summed over streams and repetitions.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// Decode rounds of a test. Counts are sums over whole answers, of all streams and repetitions.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rounds {
     /// Rounds.
     pub rounds: u64,
@@ -106,8 +106,9 @@ pub struct Rounds {
     pub drafted: u64,
     /// Of these, accepted.
     pub accepted: u64,
-    /// Time from the first to the last token of each answer.
-    pub seconds: f64,
+    /// Rounds a second of one stream in each repetition, over the time in which a generation test counts tokens:
+    /// streams x this x tokens of a round is then the rate in tokens. A repetition without such a time has none.
+    pub rates: Vec<f64>,
 }
 
 impl Rounds {
@@ -116,9 +117,9 @@ impl Rounds {
         self.tokens as f64 / self.rounds.max(1) as f64
     }
 
-    /// Rounds a second of one stream.
-    pub fn per_second(&self) -> f64 {
-        if self.seconds > 0.0 { self.rounds as f64 / self.seconds } else { 0.0 }
+    /// Rounds a second of one stream: the mean over repetitions, as the rate in tokens is one.
+    pub fn per_second(&self) -> Option<f64> {
+        (!self.rates.is_empty()).then(|| Sample::of(&self.rates).mean)
     }
 }
 
@@ -127,14 +128,14 @@ impl Rounds {
 pub struct Sample {
     /// Arithmetic mean.
     pub mean: f64,
-    /// Sample standard deviation (n - 1 below the line), 0 for one value.
-    pub sd: f64,
+    /// Sample standard deviation (n - 1 below the line), of two values or more.
+    pub sd: Option<f64>,
     /// Largest value.
     pub best: f64,
 }
 
 impl Sample {
-    /// Of these values; all zero for none.
+    /// Of these values; zero for none.
     pub fn of(values: &[f64]) -> Sample {
         let n = values.len() as f64;
         if values.is_empty() {
@@ -142,7 +143,7 @@ impl Sample {
         }
         let mean = values.iter().sum::<f64>() / n;
         let squares: f64 = values.iter().map(|v| (v - mean).powi(2)).sum();
-        let sd = if values.len() > 1 { (squares / (n - 1.0)).sqrt() } else { 0.0 };
+        let sd = (values.len() > 1).then(|| (squares / (n - 1.0)).sqrt());
         Sample { mean, sd, best: values.iter().copied().fold(f64::MIN, f64::max) }
     }
 }
@@ -151,11 +152,12 @@ impl Measured {
     /// Of a test's repetitions of one stream, a round a token.
     pub fn new(test: Test, started: u64, nanoseconds: Vec<u64>) -> Measured {
         let tokens = vec![test.tokens() as u64; nanoseconds.len()];
-        let n = (test.generate * nanoseconds.len()) as u64;
-        let seconds = nanoseconds.iter().sum::<u64>() as f64 / 1e9;
-        let rounds =
-            (test.prompt == 0).then_some(Rounds { rounds: n, tokens: n, seconds, ..Rounds::default() });
-        Measured { test, nanoseconds, tokens, rounds, started, rate: Sample::default() }.rated()
+        let mut m = Measured { test, nanoseconds, tokens, rounds: None, started, rate: Sample::default() };
+        if test.prompt == 0 {
+            let n = m.tokens.iter().sum();
+            m.rounds = Some(Rounds { rounds: n, tokens: n, rates: m.rates(), ..Rounds::default() });
+        }
+        m.rated()
     }
 
     /// With the rates of its repetitions.
@@ -291,10 +293,23 @@ mod tests {
         // numpy.mean, numpy.std(ddof=1) of [1, 2, 4, 8].
         let s = Sample::of(&[1.0, 2.0, 4.0, 8.0]);
         assert!((s.mean - 3.75).abs() < 1e-12);
-        assert!((s.sd - 3.095_695_936_834_452).abs() < 1e-12);
+        assert!((s.sd.unwrap() - 3.095_695_936_834_452).abs() < 1e-12);
         assert_eq!(s.best, 8.0);
-        assert_eq!(Sample::of(&[3.0]).sd, 0.0);
+        assert_eq!(Sample::of(&[3.0]).sd, None, "one value does not tell how far values lie apart");
         assert_eq!(Sample::of(&[]), Sample::default());
+    }
+
+    #[test]
+    fn plain_rounds_and_tokens_have_one_rate_however_uneven_the_repetitions_are() {
+        let test = Test { prompt: 0, generate: 50, depth: 0 };
+        let m = Measured::new(test, 0, vec![1_000_000_000, 2_000_000_000, 10_000_000_000]);
+        let r = m.rounds.as_ref().unwrap();
+        // The mean of 50, 25 and 5, not 150 rounds over 13 s.
+        assert!((m.rate.mean - 80.0 / 3.0).abs() < 1e-9);
+        assert_eq!(r.per_second(), Some(m.rate.mean));
+        assert_eq!((r.rounds, r.tokens_per_round()), (150, 1.0));
+        let prompt = Test { prompt: 50, generate: 0, depth: 0 };
+        assert_eq!(Measured::new(prompt, 0, vec![1]).rounds, None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::bytes::ModelBytes;
 use super::machine::{Machine, utc};
 use super::timed::Cost;
-use super::{Measured, Rounds, Settings};
+use super::{Measured, Rounds, Sample, Settings};
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 
@@ -81,6 +81,11 @@ impl Subject {
     }
 }
 
+/// Mean and deviation; of a single value the value alone.
+fn spread(s: &Sample) -> String {
+    s.sd.map_or_else(|| format!("{:.2}", s.mean), |sd| format!("{:.2} ± {sd:.2}", s.mean))
+}
+
 /// The table of llama-bench, with the share of the bandwidth limit where it is known; of scheduled tests with streams,
 /// rounds per second of one stream and tokens per round.
 pub fn markdown(s: &Subject, tests: &[Measured]) -> String {
@@ -90,7 +95,7 @@ pub fn markdown(s: &Subject, tests: &[Measured]) -> String {
     head.extend(if s.scheduled.is_some() { &scheduled[..] } else { &plain[..] });
     let mut rows = vec![head.into_iter().map(str::to_owned).collect::<Vec<_>>()];
     for m in tests {
-        let share = s.share_of_limit(m).map_or(String::new(), |x| format!("{:.0} %", 100.0 * x));
+        let share = s.share_of_limit(m).map_or(String::new(), percent);
         let mut row = vec![
             s.shown_type(),
             format!("{:.2} MiB", s.bytes.bytes as f64 / f64::from(1 << 20)),
@@ -101,16 +106,11 @@ pub fn markdown(s: &Subject, tests: &[Measured]) -> String {
         if let Some(scheduled) = &s.scheduled {
             row.extend([scheduled.concurrency.to_string(), scheduled.spec.clone()]);
         }
-        row.extend([
-            m.test.label(),
-            format!("{:.2} ± {:.2}", m.rate.mean, m.rate.sd),
-            format!("{:.2}", m.rate.best),
-        ]);
+        row.extend([m.test.label(), spread(&m.rate), format!("{:.2}", m.rate.best)]);
         if s.scheduled.is_some() {
-            let cell = |f: &dyn Fn(&Rounds) -> f64| {
-                m.rounds.as_ref().map_or(String::new(), |r| format!("{:.2}", f(r)))
-            };
-            row.extend([cell(&Rounds::per_second), cell(&Rounds::tokens_per_round)]);
+            let cell = |v: Option<f64>| v.map_or(String::new(), |v| format!("{v:.2}"));
+            let r = m.rounds.as_ref();
+            row.extend([cell(r.and_then(Rounds::per_second)), cell(r.map(Rounds::tokens_per_round))]);
         } else {
             row.push(share);
         }
@@ -157,11 +157,16 @@ pub fn breakdown_markdown(b: &Breakdown, read_limit: Option<f64>) -> String {
             format!("{:.1} %", 100.0 * seconds / b.seconds.max(1e-9)),
             if c.bytes == 0 { String::new() } else { format!("{:.2}", c.bytes as f64 / 1e6) },
             cell(rate(c.bytes).map(|r| r / 1e9), 2),
-            cell(rate(c.bytes).zip(read_limit).map(|(r, l)| 100.0 * r / l), 0),
+            rate(c.bytes).zip(read_limit).map_or(String::new(), |(r, l)| percent(r / l)),
             cell(rate(c.operations).map(|r| r / 1e9), 1),
         ]);
     }
     table(&rows, &[false, true, true, true, true, true, true, true])
+}
+
+/// A share of the limit as both tables show it.
+fn percent(share: f64) -> String {
+    format!("{:.0} %", 100.0 * share)
 }
 
 fn table(rows: &[Vec<String>], right: &[bool]) -> String {
@@ -205,9 +210,10 @@ pub fn llama_object(s: &Subject, settings: Settings, m: &Measured) -> Value {
         "n_depth": m.test.depth,
         "test_time": utc(m.started),
         "avg_ns": time.mean.round() as u64,
-        "stddev_ns": time.sd.round() as u64,
+        // llama-bench's is 0 for one repetition.
+        "stddev_ns": time.sd.unwrap_or(0.0).round() as u64,
         "avg_ts": m.rate.mean,
-        "stddev_ts": m.rate.sd,
+        "stddev_ts": m.rate.sd.unwrap_or(0.0),
         "samples_ns": m.nanoseconds,
         "samples_ts": m.rates(),
     });
@@ -223,7 +229,7 @@ pub fn llama_object(s: &Subject, settings: Settings, m: &Measured) -> Value {
     }
     if let Some(r) = &m.rounds {
         out["n_rounds"] = json!(r.rounds);
-        out["rounds_per_s"] = json!(r.per_second());
+        out["rounds_per_s_mean"] = json!(r.per_second());
         out["tokens_per_round"] = json!(r.tokens_per_round());
     }
     out
@@ -392,7 +398,7 @@ mod tests {
         let scheduled = Scheduled { concurrency: 4, spec: "mtp".into(), constraint: Some("a schema".into()) };
         let s = Subject { scheduled: Some(scheduled), ..subject() };
         let mut m = measured(0, 50);
-        m.rounds = Some(Rounds { rounds: 20, tokens: 50, drafted: 60, accepted: 30, seconds: 4.0 });
+        m.rounds = Some(Rounds { rounds: 20, tokens: 50, drafted: 60, accepted: 30, rates: vec![4.0, 6.0] });
         let text = markdown(&s, std::slice::from_ref(&m));
         for words in ["| streams | spec", "|       4 | mtp", "5.00", "2.50", "held to a schema"] {
             assert!(text.contains(words), "{words} in\n{text}");
@@ -400,7 +406,12 @@ mod tests {
         assert!(!text.contains("of limit"), "weights are read once for all streams: {text}");
         let o = llama_object(&s, SETTINGS, &m);
         assert_eq!((&o["n_streams"], &o["tokens_per_round"]), (&json!(4), &json!(2.5)));
-        let d = document(&s, SETTINGS, &[m], &[]);
+        let d = document(&s, SETTINGS, std::slice::from_ref(&m), &[]);
+        assert_eq!(
+            (&o["rounds_per_s_mean"], &d["tests"][0]["rounds_per_s_mean"]),
+            (&json!(5.0), &json!(5.0)),
+            "one name and one meaning"
+        );
         assert_eq!((&d["config"]["spec"], &d["tests"][0]["accepted"]), (&json!("mtp"), &json!(30)));
         assert!(d["tests"][0]["share_of_read_limit"].is_null());
     }
@@ -444,7 +455,7 @@ mod tests {
         let text = csv(&held, SETTINGS, &[measured(50, 0), measured(0, 50)]);
         let fields: Vec<usize> = text.lines().map(|l| l.split(',').count()).collect();
         assert_eq!(fields, vec![fields[0]; 3], "{text}");
-        assert!(text.lines().next().is_some_and(|head| head.contains("rounds_per_s")));
+        assert!(text.lines().next().is_some_and(|head| head.contains("rounds_per_s_mean")));
         assert!(!text.contains("null"), "{text}");
     }
 
@@ -457,6 +468,23 @@ mod tests {
         assert_eq!(d["schema_version"], SCHEMA_VERSION);
         assert_eq!(d["tests"][0]["share_of_read_limit"], 0.75);
         assert_eq!(d["breakdown"][0]["operations"][0]["share_of_read_limit"], 0.5);
-        assert!(breakdown_markdown(&b, Some(20e9)).contains("linear Head"));
+        let text = breakdown_markdown(&b, Some(20e9));
+        assert!(
+            text.contains("linear Head") && text.contains("|     50 % |"),
+            "a share, as in the table: {text}"
+        );
+    }
+
+    #[test]
+    fn one_repetition_shows_no_deviation() {
+        let test = Test { prompt: 0, generate: 50, depth: 0 };
+        let m = Measured::new(test, 0, vec![1_000_000_000]);
+        let text = markdown(&subject(), std::slice::from_ref(&m));
+        assert!(text.contains("50.00") && !text.contains('±'), "{text}");
+        assert!(
+            document(&subject(), SETTINGS, std::slice::from_ref(&m), &[])["tests"][0]["tok_s_stddev"]
+                .is_null()
+        );
+        assert_eq!(llama_object(&subject(), SETTINGS, &m)["stddev_ts"], 0.0, "as llama-bench's");
     }
 }

@@ -24,6 +24,7 @@ pub struct Streams<'a> {
 /// One answer as its sink saw it.
 #[derive(Default)]
 struct Stream {
+    /// When tokens came, and how many: the first with the prompt's logits, then those of a round each.
     tokens: Vec<(Instant, usize)>,
     usage: Usage,
     ended: bool,
@@ -33,7 +34,8 @@ struct Stream {
 ///
 /// A prompt test counts all prompt tokens from the first submission to the last first token. A generation test counts
 /// what comes after every stream has its first token, to the end of the last; with prompt and generation together both
-/// count, from submission to end. Greedy, no stop tokens, past the prefix cache.
+/// count, from submission to end; its rounds a second are those of the generation test. Greedy, no stop tokens, past the
+/// prefix cache.
 ///
 /// # Errors
 /// A request that is refused, fails or ends early; a prompt test at a depth, which needs the state put back.
@@ -74,10 +76,8 @@ pub fn measure_streams(
             rounds.tokens += s.usage.output.saturating_sub(1) as u64;
             rounds.drafted += s.usage.drafted as u64;
             rounds.accepted += s.usage.accepted as u64;
-            // On the clock of the rate: both leave out the first token and what led to it.
-            let ends = s.tokens.first().zip(s.tokens.last());
-            rounds.seconds += ends.map_or(0.0, |(a, b)| (b.0 - a.0).as_secs_f64());
         }
+        rounds.rates.extend(decoding(&all).and_then(|d| d.round_rate(all.len())));
     }
     measured.rounds = (test.generate > 0).then_some(rounds);
     Ok(Some(measured.rated()))
@@ -150,24 +150,47 @@ fn repetition(
     Ok(Some(all))
 }
 
+/// The time in which nothing but decoding is left: from the moment every stream has its first token to the last token.
+/// Before it, rounds wait for the prompts of streams that came later.
+struct Decoding {
+    first: Instant,
+    last: Instant,
+    /// Rounds in that time, summed over streams.
+    rounds: u64,
+    /// Tokens they gave.
+    tokens: u64,
+}
+
+impl Decoding {
+    /// Rounds a second of one of `streams`.
+    fn round_rate(&self, streams: usize) -> Option<f64> {
+        let seconds = (self.last - self.first).as_secs_f64();
+        (self.rounds > 0 && seconds > 0.0).then(|| self.rounds as f64 / streams as f64 / seconds)
+    }
+}
+
+/// The decode time of a repetition; `None` where a stream has no token.
+fn decoding(all: &[Stream]) -> Option<Decoding> {
+    let firsts: Option<Vec<Instant>> = all.iter().map(|s| Some(s.tokens.first()?.0)).collect();
+    let first = firsts?.into_iter().max()?;
+    let last = all.iter().filter_map(|s| s.tokens.last()).map(|t| t.0).max()?;
+    // A stream's first token is never counted: it comes with the prompt's logits.
+    let rest = all.iter().flat_map(|s| s.tokens.iter().skip(1)).filter(|t| t.0 >= first);
+    let (rounds, tokens) = rest.fold((0, 0), |(r, n), t| (r + 1, n + t.1 as u64));
+    Some(Decoding { first, last, rounds, tokens })
+}
+
 /// Tokens that the test counts, and the time they took.
 fn count(test: Test, submitted: Instant, all: &[Stream]) -> Result<(u64, Duration)> {
     let empty = || MeasureError::Options(format!("{}: an answer has no token", test.label()));
-    let firsts = all.iter().filter_map(|s| s.tokens.first());
-    let first = firsts.map(|t| t.0).max().ok_or_else(empty)?;
-    let last = all.iter().filter_map(|s| s.tokens.last()).map(|t| t.0).max().ok_or_else(empty)?;
+    let decoded = decoding(all).ok_or_else(empty)?;
     let prompts = (all.len() * test.prompt) as u64;
-    // A stream's first token is never counted: it comes with the prompt's logits.
-    let given = |from: Instant| {
-        let rest = all.iter().flat_map(|s| s.tokens.iter().skip(1));
-        rest.filter(|t| t.0 >= from).map(|t| t.1 as u64).sum::<u64>()
-    };
     let (tokens, time) = match (test.prompt, test.generate) {
-        (_, 0) => (prompts, first - submitted),
-        (0, _) => (given(first), last - first),
+        (_, 0) => (prompts, decoded.first - submitted),
+        (0, _) => (decoded.tokens, decoded.last - decoded.first),
         _ => {
             let after = all.iter().map(|s| s.tokens.iter().map(|t| t.1 as u64).sum::<u64>() - 1);
-            (prompts + after.sum::<u64>(), last - submitted)
+            (prompts + after.sum::<u64>(), decoded.last - submitted)
         }
     };
     if tokens == 0 || time.is_zero() {
@@ -222,15 +245,69 @@ mod tests {
         let engine = engine(3, Finish::Length);
         let m = run(&engine, Test { prompt: 0, generate: 6, depth: 5 }, 1).unwrap().unwrap();
         assert_eq!((m.tokens.as_slice(), m.nanoseconds.len()), (&[6, 6][..], 2));
-        let r = m.rounds.unwrap();
+        let r = m.rounds.as_ref().unwrap();
         assert_eq!((r.rounds, r.tokens, r.drafted, r.accepted), (4, 12, 8, 8));
         assert!((r.tokens_per_round() - 3.0).abs() < 1e-12);
-        let seconds = m.nanoseconds.iter().sum::<u64>() as f64 / 1e9;
-        assert!((r.seconds - seconds).abs() < 1e-9, "rounds and rate of one stream share a clock");
+        for (rounds, tokens) in r.rates.iter().zip(m.rates()) {
+            assert!(
+                (3.0 * rounds / tokens - 1.0).abs() < 1e-9,
+                "rounds and tokens of one stream share a clock"
+            );
+        }
         let both = run(&engine, Test { prompt: 10, generate: 6, depth: 0 }, 2).unwrap().unwrap();
         assert_eq!(both.tokens, [32, 32]);
         let prompt = run(&engine, Test { prompt: 10, generate: 0, depth: 0 }, 2).unwrap().unwrap();
         assert_eq!((prompt.tokens.as_slice(), prompt.rounds), (&[20, 20][..], None));
+    }
+
+    /// Streams whose prompts take 100 ms each, one after the other, with a round of all that have their first token after
+    /// each prompt; then rounds of 10 ms until every stream has `generate` tokens after its first, `piece` a round.
+    fn made_up(start: Instant, streams: usize, generate: usize, piece: usize) -> Vec<Stream> {
+        let mut all: Vec<Stream> = (0..streams).map(|_| Stream::default()).collect();
+        let mut now = start;
+        for ready in 1..=streams + generate {
+            if ready <= streams {
+                now += Duration::from_millis(100);
+                all[ready - 1].tokens.push((now, 1));
+            }
+            now += Duration::from_millis(10);
+            for s in all.iter_mut().take(ready) {
+                let given: usize = s.tokens.iter().map(|t| t.1).sum::<usize>() - 1;
+                if given < generate {
+                    s.tokens.push((now, piece.min(generate - given)));
+                }
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn rounds_leave_out_the_time_in_which_prompts_of_other_streams_are_read() {
+        let start = Instant::now();
+        let depth = Test { prompt: 0, generate: 64, depth: 1024 };
+        for (streams, piece) in [(1, 1), (8, 1), (4, 2)] {
+            let all = made_up(start, streams, 64, piece);
+            let rate = decoding(&all).unwrap().round_rate(streams).unwrap();
+            let (tokens, time) = count(depth, start, &all).unwrap();
+            let rate_of_tokens = tokens as f64 / time.as_secs_f64();
+            assert!((streams as f64 * rate * piece as f64 / rate_of_tokens - 1.0).abs() < 1e-9, "{streams}");
+            // A round takes 10 ms; streams that began earlier end up to a round for each prompt earlier.
+            let longest = 64.0 / piece as f64;
+            let mean = longest - (streams - 1) as f64 / 2.0;
+            assert!((rate - 100.0 * mean / longest).abs() < 1e-6, "{streams} streams: {rate}");
+            let pair = Test { prompt: 512, generate: 64, depth: 0 };
+            let (tokens, time) = count(pair, start, &all).unwrap();
+            assert_eq!(tokens as usize, streams * (512 + 64));
+            assert!(time.as_secs_f64() > 0.1 * streams as f64, "a pair's tokens count the prompts' time");
+        }
+    }
+
+    #[test]
+    fn a_repetition_without_time_to_decode_has_no_rounds_a_second() {
+        let start = Instant::now();
+        let one = || Stream { tokens: vec![(start, 1)], ..Stream::default() };
+        assert_eq!(decoding(&[one(), one()]).unwrap().round_rate(2), None);
+        assert!(decoding(&[one(), Stream::default()]).is_none(), "a stream without a token");
     }
 
     #[test]
