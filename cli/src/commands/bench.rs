@@ -18,7 +18,7 @@ use infernix_engine::ngram::{Ngram, NgramOptions, open_ngram};
 use infernix_engine::state::KvFormat;
 use infernix_engine::synthetic::{self, GEOMETRIES, Geometry};
 use infernix_formats::Format;
-use infernix_measure::bench::bytes::model_bytes;
+use infernix_measure::bench::bytes::{dominant_format, model_bytes};
 use infernix_measure::bench::gpu::{Gpu, moved};
 use infernix_measure::bench::limit::{BUFFER_BYTES, Reader};
 use infernix_measure::bench::machine::{Machine, available_memory};
@@ -299,21 +299,6 @@ fn format_named(name: &str, all: &[Format]) -> anyhow::Result<Format> {
         let names: Vec<_> = all.iter().map(|f| f.name()).collect();
         usage(format!("no synthetic weights in {name:?}; there are {}", names.join(", ")))
     })
-}
-
-/// The format that holds the most parameters.
-fn dominant_format(source: &dyn WeightSource) -> anyhow::Result<String> {
-    let mut parameters = std::collections::BTreeMap::<String, u64>::new();
-    for name in source.names().iter().filter(|n| n.starts_with("text/")) {
-        if name.ends_with("ngram_table") {
-            continue;
-        }
-        for part in source.weight(name)?.parts {
-            let values = (part.rows.end - part.rows.start) * part.shape.last().copied().unwrap_or(1);
-            *parameters.entry(part.format.to_string()).or_default() += values;
-        }
-    }
-    Ok(parameters.into_iter().max_by_key(|p| p.1).map_or_else(String::new, |p| p.0))
 }
 
 fn subject(

@@ -5,6 +5,7 @@ use infernix_engine::backend::WeightPart;
 use infernix_engine::model::WeightSource;
 use infernix_formats::RowShape;
 use infernix_model::Ffn;
+use std::collections::BTreeMap;
 
 /// Sizes of a model's text weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,12 +25,7 @@ pub struct ModelBytes {
 /// A weight that the source cannot give.
 pub fn model_bytes(source: &dyn WeightSource) -> Result<ModelBytes, EngineError> {
     let mut all = ModelBytes::default();
-    for name in source.names() {
-        let kept = name.starts_with("text/")
-            && !["ngram_table", "ngram_scale", "expert_input_scales"].iter().any(|s| name.ends_with(s));
-        if !kept {
-            continue;
-        }
+    for name in counted(source) {
         let data = source.weight(&name)?;
         let bytes: u64 = data.parts.iter().map(part_bytes).sum();
         let bank = data.parts.iter().any(|p| p.layout.is_bank());
@@ -41,6 +37,38 @@ pub fn model_bytes(source: &dyn WeightSource) -> Result<ModelBytes, EngineError>
             Ffn::Moe(m) if name.contains("/moe/experts") => bytes / m.experts.max(1) * m.top_k,
             _ => bytes,
         };
+    }
+    Ok(all)
+}
+
+/// Names of the weights that count.
+fn counted(source: &dyn WeightSource) -> impl Iterator<Item = String> {
+    let left_out = ["ngram_table", "ngram_scale", "expert_input_scales"];
+    let kept = move |n: &String| n.starts_with("text/") && !left_out.iter().any(|s| n.ends_with(s));
+    source.names().into_iter().filter(kept)
+}
+
+/// The format that most parameters of the text component have, by its container name; empty without any.
+///
+/// # Errors
+/// A weight that the source cannot give.
+pub fn dominant_format(source: &dyn WeightSource) -> Result<String, EngineError> {
+    let all = values_by_format(source)?;
+    Ok(all.into_iter().max_by_key(|v| v.1).map_or_else(String::new, |v| v.0))
+}
+
+fn values_by_format(source: &dyn WeightSource) -> Result<BTreeMap<String, u64>, EngineError> {
+    let mut all = BTreeMap::new();
+    for name in counted(source) {
+        for part in source.weight(&name)?.parts {
+            let own = part.rows.end - part.rows.start;
+            // A bank of shape [experts, hidden, intermediate] holds gate, up and down.
+            let values = match part.layout.is_bank() {
+                true => 3 * part.shape.iter().product::<u64>(),
+                false => own * part.shape.last().copied().unwrap_or(1),
+            };
+            *all.entry(part.format.to_string()).or_default() += values;
+        }
     }
     Ok(all)
 }
@@ -59,7 +87,8 @@ pub(crate) fn part_bytes(part: &WeightPart) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use infernix_engine::synthetic::{FORMATS, GEOMETRIES, build, sizes};
+    use infernix_engine::synthetic::{FORMATS, GEOMETRIES, Geometry, build, sizes};
+    use infernix_formats::Format;
 
     #[test]
     fn a_built_model_has_the_sizes_it_was_planned_with() {
@@ -67,11 +96,24 @@ mod tests {
         for geometry in smallest {
             for format in FORMATS {
                 let planned = sizes(geometry, format).unwrap();
-                let found = model_bytes(&build(geometry, format, 1).unwrap()).unwrap();
+                let source = build(geometry, format, 1).unwrap();
+                let found = model_bytes(&source).unwrap();
                 assert_eq!(found.bytes, planned.bytes, "{} {format}", geometry.name);
                 assert_eq!(found.parameters, planned.parameters, "{} {format}", geometry.name);
                 assert_eq!(found.bytes_per_token, planned.bytes_per_token, "{} {format}", geometry.name);
+                let by_format = values_by_format(&source).unwrap();
+                assert_eq!(by_format.values().sum::<u64>(), planned.parameters, "{by_format:?}");
             }
         }
+    }
+
+    #[test]
+    fn an_expert_bank_counts_with_all_three_matrices() {
+        let geometry = Geometry::find("qwen3_5_moe_test").unwrap();
+        let source = build(&geometry, Format::Nvfp4Mul, 1).unwrap();
+        let banks = source.names().into_iter().filter(|n| n.ends_with("/moe/experts"));
+        let values: u64 = banks.map(|n| 3 * source.weight(&n).unwrap().shape.iter().product::<u64>()).sum();
+        let by_format = values_by_format(&source).unwrap();
+        assert!(values > 0 && by_format.values().any(|v| *v >= values), "{values} in {by_format:?}");
     }
 }
