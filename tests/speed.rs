@@ -106,7 +106,11 @@ fn bench_through_the_scheduler_reports_streams_rounds_and_constraints() {
 
 #[test]
 fn flags_of_bench_that_contradict_each_other_are_wrong_usage() {
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 12] = [
+        (&["--json", "-o", "csv"], "--output"),
+        (&["--lossless"], "--threads has no effect: the lossless backend takes every core"),
+        (&["--vram-budget-mib", "100"], "--vram-budget-mib has no effect"),
+        (&["--spec", "off", "--draft-tokens", "3"], "--draft-tokens has no effect"),
         (&["--concurrency", "2", "--breakdown"], "--breakdown"),
         (&["--regex", "a", "--choice", "b"], "--choice"),
         (&["--concurrency", "9"], "8"),
@@ -409,6 +413,8 @@ fn flags_that_would_be_ignored_are_wrong_usage() {
         infernix(synthetic.iter().chain(&["--synthetic-layers", layers])).fails(2, &["1 to 4"]);
     }
     infernix(synthetic.iter().copied().chain(["--profile", &at("trace")])).fails(2, &["--profile", "CUDA"]);
+    infernix(synthetic.iter().chain(&["--routing-zipf", "1"])).fails(2, &["--routing-zipf has no effect"]);
+    infernix(synthetic.iter().chain(&["--ngram", "x"])).fails(2, &["--ngram has no effect"]);
     let random = ["bench", "serve", "--url", "http://127.0.0.1:1", "--dataset-path", &at("a.json")];
     infernix(random).fails(2, &["--dataset-path", "--dataset-name"]);
     let twice = ["report", &at("a.json"), &at("b.json"), "-o", &at("page.html")];

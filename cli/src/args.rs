@@ -566,7 +566,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 42)]
     pub(crate) seed: u64,
     /// Form of the results; csv, json and jsonl have llama-bench's names
-    #[arg(long, short, value_enum, default_value_t = BenchOutput::Md)]
+    #[arg(long, short, value_enum, default_value_t = BenchOutput::Md, conflicts_with = "json")]
     pub(crate) output: BenchOutput,
     #[command(flatten)]
     pub(crate) json: JsonArgs,

@@ -3,8 +3,8 @@
 mod streams;
 
 use super::engine::print_ledger;
-use super::model::{BackendKind, How, OpenModel};
-use crate::args::{BenchArgs, BenchOutput, ProgressMode};
+use super::model::{BackendKind, How, OpenModel, refuse_idle};
+use crate::args::{BenchArgs, BenchOutput, Given, ProgressMode, Spec};
 use crate::output::{self, usage};
 use crate::{INTERRUPTED, Outcome};
 use anyhow::{Context as _, bail};
@@ -35,10 +35,24 @@ use std::time::Instant;
 /// Passes over the buffer before and after the tests; the best of all counts.
 const LIMIT_PASSES: usize = 6;
 
-pub(crate) fn run(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Outcome> {
+pub(crate) fn run(args: &BenchArgs, given: &Given, progress: ProgressMode) -> anyhow::Result<Outcome> {
     let tests = tests(args)?;
-    if args.profile.is_some() && !matches!(How::new(&args.model)?.backend, BackendKind::Cuda(_)) {
+    let backend = How::new(&args.model)?.backend;
+    if args.profile.is_some() && !matches!(backend, BackendKind::Cuda(_)) {
         return Err(usage("--profile records what a CUDA device does; elsewhere use --breakdown"));
+    }
+    refuse_idle(given, backend)?;
+    if !matches!(backend, BackendKind::Cuda(_)) {
+        given.idle(
+            &["--routing-zipf", "--routing-repeat"],
+            "the router of the model picks on this backend; the law is for a CUDA device",
+        )?;
+    }
+    if args.synthetic.is_some() {
+        given.idle(&["--ngram"], "a synthetic model is built here")?;
+    }
+    if args.spec == Some(Spec::Off) {
+        given.idle(&["--draft-tokens"], "--spec off drafts nothing")?;
     }
     let clock = Instant::now();
     let found = find(args, progress)?;

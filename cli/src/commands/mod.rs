@@ -45,7 +45,7 @@ pub(crate) fn run(cli: Cli, given: &Given) -> anyhow::Result<Outcome> {
         Command::Ppl(args) => ppl::run(&args, given, progress),
         Command::Report(args) => report::run(&args),
         Command::Bench(args) => match &args.mode {
-            None => bench::run(&args, progress),
+            None => bench::run(&args, given, progress),
             Some(BenchMode::Serve(args)) => load::serve(args, progress),
             Some(BenchMode::Context(args)) => load::context(args),
         },
