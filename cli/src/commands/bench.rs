@@ -306,6 +306,12 @@ fn find(args: &BenchArgs, progress: ProgressMode) -> anyhow::Result<Found> {
     })
 }
 
+/// The geometry of a synthetic model whose rows of n-grams the flags may number.
+fn synthetic_geometry(args: &BenchArgs) -> Option<Geometry> {
+    let geometry = args.synthetic.as_deref().and_then(Geometry::find)?;
+    Some(args.synthetic_ngram_rows.map_or(geometry, |n| geometry.with_ngram_rows(n)))
+}
+
 /// One of `all` by its container name, or by the start of one.
 fn format_named(name: &str, all: &[Format]) -> anyhow::Result<Format> {
     let found = all.iter().find(|f| f.name() == name || f.name().split('_').next() == Some(name));
@@ -385,8 +391,7 @@ impl Run<'_> {
 
     fn ngram(&self) -> anyhow::Result<Option<Ngram>> {
         let Some(open) = &self.found.open else {
-            let Some(g) = self.args.synthetic.as_deref().and_then(Geometry::find) else { return Ok(None) };
-            let g = self.args.synthetic_ngram_rows.map_or(g, |n| g.with_ngram_rows(n));
+            let Some(g) = synthetic_geometry(self.args) else { return Ok(None) };
             return Ok(self.args.synthetic_dir.as_deref().map_or_else(|| g.ngram(), |d| g.ngram_in(d))?);
         };
         let found = open_ngram(&open.artifact, open.ngram.as_deref(), NgramOptions::default())?;

@@ -1,6 +1,6 @@
 //! `infernix bench` through the engine's scheduler: `--concurrency`, `--spec` and constraints.
 
-use super::{Found, Weights, finish, report, settings};
+use super::{Found, Weights, finish, report, settings, synthetic_geometry};
 use crate::args::{BenchArgs, ConstraintArgs, Spec};
 use crate::commands::engine::{draft_tokens, spare_foreign_trace, spare_the_model, start_engine};
 use crate::commands::files::read_json;
@@ -14,7 +14,6 @@ use infernix_engine::model::{LoadOptions, MemorySource, WeightSource as _, load}
 use infernix_engine::sched::{
     CacheOptions, Constraint, Drain, Engine, EngineApi as _, EngineOptions, SpecOptions,
 };
-use infernix_engine::synthetic::Geometry;
 use infernix_measure::bench::render::{Scheduled, Subject};
 use infernix_measure::bench::streams::{Streams, measure_streams};
 use infernix_measure::bench::{Ids, Test};
@@ -148,12 +147,13 @@ fn start(
                 return Err(usage("--spec mtp: the synthetic model has no drafter"));
             }
             let cpu = CpuOptions { threads, threads_batch, isa: None };
-            let ngram = args.synthetic.as_deref().and_then(Geometry::find);
+            let (geometry, folder) = (synthetic_geometry(args), args.synthetic_dir.clone());
             let drafter = spec != Spec::Off && has_drafter(&source);
             let options_load = LoadOptions { activations, drafter, ..LoadOptions::default() };
             Ok(Engine::start(options, move || {
                 let model = load(CpuBackend::new(cpu), &source, options_load)?;
-                let ngram = ngram.map_or(Ok(None), |g| g.ngram())?;
+                let ngram = geometry
+                    .map_or(Ok(None), |g| folder.as_deref().map_or_else(|| g.ngram(), |d| g.ngram_in(d)))?;
                 Driver::new(model, ngram, DriverOptions { tokens, sequences: count, kv })
             })?)
         }
