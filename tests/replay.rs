@@ -325,7 +325,7 @@ fn agents() -> Plan {
 /// Prompt tokens, and those from the cache.
 fn counts<'a>(rows: impl IntoIterator<Item = &'a Row>) -> (u64, u64) {
     let usage = rows.into_iter().filter_map(|r| r.exchange.answer.usage);
-    usage.fold((0, 0), |(prompt, cached), u| (prompt + u.prompt, cached + u.cached))
+    usage.fold((0, 0), |(prompt, cached), u| (prompt + u.prompt, cached + u.cached.unwrap_or(0)))
 }
 
 /// The shapes of messages that agents send, on a real engine, template and tokenizer. A turn here adds a tenth to its prompt where

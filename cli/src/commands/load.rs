@@ -328,3 +328,29 @@ pub(crate) fn context(args: &BenchContextArgs) -> anyhow::Result<Outcome> {
     done?;
     Ok(if rows.iter().any(|r| r.error.is_some()) { Outcome::Mismatch } else { Outcome::Done })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: BenchServeArgs,
+    }
+
+    #[test]
+    fn a_trace_takes_no_other_arrivals() {
+        let with = |more: &[&str]| {
+            let fixed = ["x", "--url", "http://h", "--dataset-name", "trace", "--dataset-path", "t.jsonl"];
+            dataset(&Line::parse_from([&fixed[..], more].concat()).args).map_err(|e| e.to_string())
+        };
+        assert!(with(&[]).is_ok());
+        let ramp = ["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2"];
+        for flags in [&["--request-rate", "20"][..], &["--burstiness", "2"], &ramp] {
+            let e = with(flags).unwrap_err();
+            assert!(e.contains(flags[0]) && e.contains("its own times"), "{e}");
+        }
+    }
+}

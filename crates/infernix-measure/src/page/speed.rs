@@ -31,8 +31,8 @@ impl<'a> Documents<'a> {
     pub(super) fn take(&mut self, command: &str, name: &'a str, d: &'a Value) -> bool {
         match command {
             "bench serve" => {
-                let key = ["endpoint", "dataset", "num_prompts", "seed", "extra_body"];
-                let key = key.map(|k| d[k].to_string()).join(" ");
+                let key = ["endpoint", "dataset", "num_prompts", "seed"].map(|k| d[k].to_string()).join(" ");
+                let key = format!("{key} {}", fields(d).unwrap_or_default());
                 self.loads.entry(key).or_default().push((name, d));
             }
             "bench context" => self.contexts.push((name, d)),
@@ -79,6 +79,12 @@ fn arrivals(d: &Value) -> String {
     shape.map_or(rate.clone(), |b| format!("{rate}, burstiness {b}"))
 }
 
+/// What was merged into each request of a load, by name; `None` of reports that do not say it.
+fn fields(d: &Value) -> Option<String> {
+    let by_name: BTreeMap<_, _> = d["extra_body"].as_object()?.iter().collect();
+    serde_json::to_string(&by_name).ok()
+}
+
 /// Fields that a replay left out of its requests.
 fn omitted(d: &Value) -> String {
     let fields = d["omitted_fields"].as_array().into_iter().flatten().filter_map(Value::as_str);
@@ -93,11 +99,11 @@ fn load(out: &mut String, plots: &mut Vec<(String, String)>, group: &[Named<'_>]
         first["num_prompts"],
         text_of(&first["endpoint"]),
         escape(&dataset(&first["dataset"])),
-        first["seed"],
-        match &first["extra_body"] {
-            Value::Null => ", other fields of the requests not recorded".to_owned(),
-            fields if fields.as_object().is_some_and(|f| f.is_empty()) => String::new(),
-            fields => format!(", each with <code>{}</code>", escape(&fields.to_string())),
+        escape(&first["seed"].to_string()),
+        match fields(first).as_deref() {
+            None => ", other fields of the requests not recorded".to_owned(),
+            Some("{}") => String::new(),
+            Some(fields) => format!(", each with <code>{}</code>", escape(fields)),
         }
     );
     let head = [
@@ -197,6 +203,16 @@ fn contexts(out: &mut String, documents: &[Named<'_>]) {
         }
     }
     out.push_str("</table></div>\n");
+    for (file, d) in documents {
+        let mut prompts = d["prompts"].as_array().into_iter().flatten();
+        if prompts.all(|p| p["cached_tokens"].is_null()) {
+            let _ = writeln!(
+                out,
+                "<p>{}: no cached tokens are counted, so that prompts may come from a cache.</p>",
+                escape(&name(file, d))
+            );
+        }
+    }
     notes(out, documents);
 }
 
@@ -397,7 +413,11 @@ mod tests {
 
     #[test]
     fn loads_with_other_fields_in_their_requests_stand_apart_and_show_them() {
-        let loads = [json!({}), json!({ "extra_body": { "temperature": 0, "stop": "<b>" } })];
+        let loads = [
+            json!({}),
+            json!({ "extra_body": { "temperature": 0, "stop": "<b>" } }),
+            json!({ "extra_body": { "stop": "<b>", "temperature": 0 } }),
+        ];
         let html = page("t", &loads.map(|c| ("f".to_owned(), one_load(c)))).unwrap().html;
         assert_eq!(html.matches("<h2>Load on servers</h2>").count(), 2);
         assert!(
@@ -419,6 +439,19 @@ mod tests {
         }
         let uncounted = one_load(json!({ "total_cached_tokens": null }));
         assert!(!page("t", &[("f".to_owned(), uncounted)]).unwrap().html.contains(" %</td>"));
+    }
+
+    #[test]
+    fn a_context_table_says_whose_prompts_may_come_from_a_cache() {
+        let of = |label: &str, cached: Value| {
+            let prompts = json!([{ "prompt_tokens": 100, "ttft_s": 1.0, "cached_tokens": cached }]);
+            (
+                label.to_owned(),
+                json!({ "schema_version": 1, "command": "bench context", "label": label, "prompts": prompts }),
+            )
+        };
+        let html = page("t", &[of("a", json!(0)), of("b", Value::Null)]).unwrap().html;
+        assert!(html.contains("<p>b (b): no cached") && !html.contains("<p>a (a): no cached"), "{html}");
     }
 
     #[test]
