@@ -204,9 +204,18 @@ fn a_replay_sends_every_planned_request_and_is_valid() {
     assert_eq!(doc["arms"][0]["requests"], json!(68));
     assert!(doc["arms"][0]["metrics"]["cache_share_pct"]["mean"].as_f64().unwrap() > 50.0);
     assert_eq!(doc["arms"][0]["metrics"]["tokens_per_round"]["mean"], json!(8.0 / 4.0));
-    assert!(report.to_markdown().contains("| Mean TTFT |"));
+    let table = report.to_markdown();
+    for part in ["| Mean TTFT |", "| Engine | Model |", "\nSingle runs, 95 % intervals", "\n| a, seed 42 | "]
+    {
+        assert!(table.contains(part), "{part} is not in\n{table}");
+    }
     let html = page::html(&report);
-    assert!(html.contains("<svg") && html.contains("Timeline: a, seed 42") && !html.contains("<script"));
+    assert!(
+        html.contains("<td>a, seed 42</td>")
+            && html.contains("<svg")
+            && html.contains("Timeline: a, seed 42")
+            && !html.contains("<script")
+    );
 }
 
 /// Everything the client decides is in the plan: two servers that answer alike get the same requests, session by

@@ -38,7 +38,7 @@ fn table(markdown: &str, out: &mut String) {
                 out.push_str("</table>");
                 open = false;
             }
-            if !line.is_empty() && !line.starts_with("**Invalid") {
+            if !line.is_empty() && !line.starts_with("**Invalid") && !line.starts_with("Command: ") {
                 let _ = write!(out, "<p>{}</p>", escape(line));
             }
             continue;

@@ -295,7 +295,60 @@ impl Report {
         if !self.omitted.is_empty() {
             let _ = writeln!(out, "\nLeft out of every request: {}.", self.omitted.join(", "));
         }
+        self.engines(&mut out);
+        self.single_runs(&mut out);
+        let _ = writeln!(out, "\nCommand: `{}`", self.command);
         out
+    }
+
+    /// What each arm's server called its model, and the memory it took.
+    fn engines(&self, out: &mut String) {
+        let _ = writeln!(
+            out,
+            "\n| Engine | Model | Most resident memory, MiB | Most GPU memory, MiB |\n|---|---|---:|---:|"
+        );
+        for name in self.arms() {
+            let own = || self.played.iter().filter(|p| p.arm == name);
+            let most = |of: fn(&Played) -> Option<u64>| {
+                own().filter_map(of).max().map_or("-".into(), |v| v.to_string())
+            };
+            let model = own().map(|p| p.model.as_str()).find(|m| !m.is_empty()).unwrap_or("-");
+            let (ram, vram) = (most(|p| p.peak_ram_mib), most(|p| p.peak_vram_mib));
+            let _ = writeln!(out, "| {name} | {} | {ram} | {vram} |", model.replace('|', "\\|"));
+        }
+    }
+
+    /// Bootstrap intervals of every run that has some.
+    fn single_runs(&self, out: &mut String) {
+        let runs: Vec<(&Played, Map<String, Value>)> =
+            self.played.iter().map(|p| (p, intervals(&p.run))).filter(|(_, i)| !i.is_empty()).collect();
+        let figures: Vec<_> =
+            FIGURES.iter().filter(|(key, ..)| runs.iter().any(|(_, i)| i.contains_key(*key))).collect();
+        if runs.is_empty() {
+            return;
+        }
+        let heads: Vec<String> = figures
+            .iter()
+            .map(
+                |(_, label, unit, _)| {
+                    if unit.is_empty() { (*label).into() } else { format!("{label}, {unit}") }
+                },
+            )
+            .collect();
+        let _ = writeln!(
+            out,
+            "\nSingle runs, 95 % intervals (bootstrap over blocks of requests):\n\n| Run | {} |\n|---|{}",
+            heads.join(" | "),
+            "---:|".repeat(heads.len())
+        );
+        for (p, own) in runs {
+            let cell = |key: &str| {
+                let bound = |i: usize| own.get(key)?.get(i)?.as_f64();
+                bound(0).zip(bound(1)).map_or("-".into(), |(a, b)| format!("{a:.2} to {b:.2}"))
+            };
+            let cells: Vec<String> = figures.iter().map(|(key, ..)| cell(key)).collect();
+            let _ = writeln!(out, "| {}, seed {} | {} |", p.arm, p.seed, cells.join(" | "));
+        }
     }
 
     /// Change of a figure from the other arm to the first, seed by seed, averaged, with its range.
